@@ -1,0 +1,87 @@
+"""`aot-lora check`: has a trace moved?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from aot_lora import errors
+from aot_lora.cli.options import common, emit, note, read_config
+from aot_lora.lowering.lock import Comparison, compare, dump_lock, read_lock
+
+_SHOWN = 5
+
+
+@click.command()
+@common
+@click.option("--update", is_flag=True, help="Write the lock instead of comparing with it.")
+def command(config: str, store: str | None, form: str, debug: bool, update: bool) -> int:
+    """Trace every variant of CONFIG and compare with the .lock.json beside it."""
+    del debug
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Tracing needs no device of the target.
+    from aot_lora.lowering.check import trace_all
+
+    loaded = read_config(config, store)
+    path = loaded.lock_path
+    lock = None if update else read_lock(path)
+    traces, failures = trace_all(loaded)
+    for failure in failures:
+        note(str(failure))
+    plan = loaded.plan.digest()
+    if update:
+        if failures:
+            note("the lock is left as it was: some variants cannot be traced")
+            return failures[0].exit_code
+        _write(path, dump_lock(traces, plan=plan))
+        note(f"wrote {path}")
+        lock = read_lock(path)
+    assert lock is not None
+    result = compare(lock, traces, plan=plan)
+    _report(result, path, form, failed=len(failures))
+    return errors.EXIT_OK if result.holds and not failures else errors.EXIT_CHECK
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise errors.StoreError(
+            f"the lock cannot be written: {error.strerror}", where=str(path)
+        ) from None
+
+
+def _report(result: Comparison, path: Path, form: str, *, failed: int) -> None:
+    counts = {
+        "variants": len(result.stable)
+        + len(result.moved)
+        + len(result.missing)
+        + len(result.new)
+        + failed,
+        "stable": len(result.stable),
+        "moved": len(result.moved),
+        "missing": len(result.missing),
+        "stale": len(result.stale),
+        "new": len(result.new),
+    }
+    if form == "json":
+        emit(counts)
+    else:
+        print(f"{path}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    for moved in result.moved[:_SHOWN]:
+        note(f"  moved {moved.name}: {moved.cause}")
+    for kind in ("missing", "new", "stale"):
+        for name in getattr(result, kind)[:_SHOWN]:
+            note(f"  {kind} {name}")
+    hidden = sum(
+        max(0, len(getattr(result, kind)) - _SHOWN) for kind in ("moved", "missing", "new", "stale")
+    )
+    if hidden:
+        note(f"  and {hidden} more")
+    if not result.holds:
+        note("  next: undo what moved them, or accept with `aot-lora check --update`")
+    sys.stdout.flush()

@@ -1,0 +1,96 @@
+"""`aot-lora plan`: a dry run."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import click
+
+from aot_lora.cli.options import common, emit, read_config, size, table
+from aot_lora.config import Config
+from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
+
+
+@click.command()
+@common
+@click.option("--variants", "list_variants", is_flag=True, help="List every variant's name.")
+def command(config: str, store: str | None, form: str, debug: bool, list_variants: bool) -> None:
+    """What would be compiled for CONFIG: variants, waste, seconds, bytes. Compiles nothing."""
+    del debug
+    loaded = read_config(config, store)
+    plan = loaded.plan
+    costs = [
+        estimate(platform=t.platform, variants=len(plan.variants), cores=usable_cores())
+        for t in loaded.targets
+    ]
+    seconds = round(sum(cost.seconds for cost in costs), 1)
+    store_bytes = sum(cost.store_bytes for cost in costs)
+    waste = mean_waste(plan.tokens)
+    if form == "json":
+        emit(
+            {
+                "points": plan.points * len(costs),
+                "variants": len(plan.variants) * len(costs),
+                "seconds": seconds,
+                "bytes": store_bytes,
+                "waste": [{"bucket_tokens": b, "waste": round(w, 4)} for b, w in waste],
+            }
+        )
+        return
+    _show(loaded, plan, waste)
+    print(
+        f"estimate of a cold warmup: {seconds:.0f} s on {usable_cores()} cores, "
+        f"{size(store_bytes)} in {loaded.store_root}"
+    )
+    if list_variants:
+        sys.stdout.writelines(variant.name + "\n" for variant in plan.variants)
+
+
+def _show(config: Config, plan: Plan, waste: tuple[tuple[int, float], ...]) -> None:
+    print(f"{config.path} for {', '.join(map(str, config.targets))}")
+    print(
+        f"{plan.points} points: {len(plan.tokens.buckets)} tokens x {len(plan.slots)} slots "
+        f"x {len(plan.ranks)} ranks, over {len(plan.modules)} modules; "
+        f"they fold into {len(plan.variants)} executables"
+    )
+    counts = Counter(variant.program for variant in plan.variants)
+    rows = [(name, str(count), _shared_by(plan, name)) for name, count in counts.items()]
+    table("programs", ("program", "variants", "one for each"), rows)
+    if plan.with_lora:
+        rows = [(str(lanes), _folds(plan, lanes)) for lanes in plan.lanes.buckets]
+        table("lanes", ("lanes", "slots x rank that share them"), rows)
+    rows = [(str(bucket), f"{100 * share:.1f} %") for bucket, share in waste]
+    table("token buckets", ("tokens", "mean padding, if each length in it is equally likely"), rows)
+    if 0 in plan.slots and plan.with_lora:
+        print("slots 0: no LoRA program runs; the base output is returned as it is")
+    if plan.with_lora:
+        print(
+            f"banks: {plan.bank_blocks - 1} blocks of {plan.quantum} lanes for "
+            f"{plan.max_adapters} adapters, {size(plan.bank_bytes)} on the device"
+        )
+
+
+def _shared_by(plan: Plan, program: str) -> str:
+    d_sizes = len({module.d for module in plan.modules})
+    o_sizes = len({module.o for module in plan.modules})
+    shapes = len({(module.d, module.o) for module in plan.modules})
+    tokens, lanes = len(plan.tokens.buckets), len(plan.lanes.buckets)
+    adapters = len(plan.adapter_lanes.buckets)
+    widths = {"lora_shrink": f"{d_sizes} D", "lora_expand": f"{o_sizes} O"}
+    base = program.removesuffix("_single")
+    if base in widths:
+        count = adapters if program.endswith("_single") else lanes
+        return f"{tokens} tokens x {count} lanes x {widths[base]}"
+    if program.startswith("bank_"):
+        return f"{adapters} lanes x {shapes} (D, O)"
+    return f"{tokens} tokens x lanes, 0 included where slots are"
+
+
+def _folds(plan: Plan, lanes: int) -> str:
+    pairs = [(s, r) for s in plan.slots for r in plan.ranks if _lanes(plan, s, r) == lanes]
+    return ", ".join(f"{slots} x {rank}" for slots, rank in pairs)
+
+
+def _lanes(plan: Plan, slots: int, rank: int) -> int:
+    return slots * plan.adapter_lanes.bucket(rank)

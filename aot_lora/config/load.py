@@ -1,0 +1,214 @@
+"""Reads a config: YAML -> strict models -> a frozen `Config` with its plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from aot_lora.config import presets, schema
+from aot_lora.config.problems import validate
+from aot_lora.config.yaml_nodes import Document, parse
+from aot_lora.errors import ConfigError
+from aot_lora.plan import (
+    Axis,
+    Module,
+    Plan,
+    TargetSpec,
+    UserEntry,
+    build_plan,
+    check_limits,
+    gaps,
+    pow2_buckets,
+    round_up,
+    step_buckets,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A config, resolved.
+
+    Args:
+      path: the file it was read from.
+      targets: what to compile for, at least one.
+      plan: the variants.
+      store_root: the folder of the store.
+      user_sources: extra source files of the user's programs, as globs beside the config.
+      warnings: findings that do not stop anything, each with its place.
+    """
+
+    path: Path
+    targets: tuple[TargetSpec, ...]
+    plan: Plan
+    store_root: Path
+    user_sources: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def lock_path(self) -> Path:
+        """The lock beside the config: ``llama-3.1-8b.lock.json``."""
+        return self.path.with_suffix(".lock.json")
+
+
+def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Config:
+    """Reads and checks a config file or preset.
+
+    Args:
+      name: a path, or a preset such as ``cpu/quickstart``.
+      store: overrides the store's folder.
+
+    Raises:
+      ConfigError: anything wrong with the file; PlanError: the plan breaks a limit.
+    """
+    path = presets.find_config(os.fspath(name))
+    document = _read(path)
+    file = validate(schema.ConfigFile, document)
+    warnings: list[str] = []
+    token_buckets = _token_buckets(file.tokens, document, warnings)
+    modules, layers = _modules(file, document)
+    entries = [entry for entry in file.programs if isinstance(entry, schema.ProgramEntry)]
+    quantum = file.lora.lane_quantum
+    full = file.lora.max_adapters * round_up(max(file.lora.ranks), quantum)
+    plan = build_plan(
+        token_buckets=token_buckets,
+        slots=_sorted(file.lora.slots, ("lora", "slots"), document, warnings),
+        ranks=_sorted(file.lora.ranks, ("lora", "ranks"), document, warnings),
+        modules=modules,
+        layers=layers,
+        dtype=file.lora.dtype,
+        quantum=quantum,
+        max_adapters=file.lora.max_adapters,
+        resident_lanes=round_up(file.lora.resident_lanes or full, quantum),
+        with_lora="lora" in file.programs,
+        user=_user_entries(entries, document),
+    )
+    sections = file.target if isinstance(file.target, list) else [file.target]
+    targets = tuple(
+        dict.fromkeys(TargetSpec(platform=t.platform, topology=t.topology) for t in sections)
+    )
+    for target in targets:
+        check_limits(
+            plan,
+            platform=target.platform,
+            max_variants=file.limits.variants,
+            max_store_bytes=file.limits.store_bytes,
+        )
+    return Config(
+        path=path,
+        targets=targets,
+        plan=plan,
+        store_root=_store_root(path, file.store.root, store),
+        user_sources=tuple(glob for entry in entries for glob in entry.sources),
+        warnings=tuple(warnings),
+    )
+
+
+def _read(path: Path) -> Document:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError("not UTF-8 text", where=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    return parse(text, str(path))
+
+
+def _store_root(config: Path, configured: str | None, override: str | None) -> Path:
+    """Flag, then AOT_LORA_CACHE, then the config, then the default of this platform."""
+    chosen = override or os.environ.get("AOT_LORA_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    if configured:
+        return (config.absolute().parent / Path(configured).expanduser()).resolve()
+    return presets.default_store_root()
+
+
+def _sorted(
+    values: list[int], path: tuple[str, ...], document: Document, warnings: list[str]
+) -> tuple[int, ...]:
+    ordered = tuple(sorted(set(values)))
+    if list(ordered) != values:
+        warnings.append(
+            f"{document.place(path)}: {values} is not sorted and distinct; read as {list(ordered)}"
+        )
+    return ordered
+
+
+def _token_buckets(
+    tokens: schema.TokensSection, document: Document, warnings: list[str]
+) -> tuple[int, ...]:
+    if isinstance(tokens.buckets, schema.StepBuckets):
+        return step_buckets(step=tokens.buckets.step, budget=tokens.budget)
+    if tokens.buckets == "pow2":
+        return pow2_buckets(smallest=tokens.smallest, budget=tokens.budget)
+    path = ("tokens", "buckets")
+    buckets = _sorted(tokens.buckets, path, document, warnings)
+    if buckets[-1] < tokens.budget:
+        warnings.append(
+            f"{document.place(path)}: the last bucket {buckets[-1]} is below the budget; "
+            f"{tokens.budget} was added"
+        )
+        buckets = (*buckets, tokens.budget)
+    for lower, upper, worst, between in gaps(Axis(name="tokens", buckets=buckets)):
+        warnings.append(
+            f"{document.place(path)}: a gap from {lower} to {upper} pads up to "
+            f"{100 * worst:.0f} % of a batch; add {between}"
+        )
+    return buckets
+
+
+def _modules(file: schema.ConfigFile, document: Document) -> tuple[tuple[Module, ...], int]:
+    if isinstance(file.model, dict):
+        shapes, extra, layers = file.model, {}, file.layers or 1
+    else:
+        if file.layers is not None:
+            raise ConfigError(
+                "`layers` beside a named model",
+                where=document.place(("layers",)),
+                expected="layers only where module shapes are written out",
+                next_step="remove it: the model's file says how many layers it has",
+            )
+        model = _model_file(file.model, document)
+        shapes, extra, layers = model.modules, model.extra_modules, model.layers
+    wanted = file.lora.modules
+    if wanted == "all-linear":
+        names = list(shapes)
+    else:
+        known = {**shapes, **extra}
+        names = list(dict.fromkeys(wanted))
+        for index, name in enumerate(wanted):
+            if name not in known:
+                raise ConfigError(
+                    f"unknown module `{name}`",
+                    where=document.place(("lora", "modules", index)),
+                    expected="all-linear, or a list from " + ", ".join(known),
+                )
+        shapes = known
+    return tuple(Module(name=name, d=shapes[name][0], o=shapes[name][1]) for name in names), layers
+
+
+def _model_file(name: str, document: Document) -> schema.ModelFile:
+    root = presets.presets_root() / "models"
+    path = root / f"{name}.yaml"
+    if "/" in name or not path.is_file():
+        known = ", ".join(sorted(found.stem for found in root.glob("*.yaml")))
+        raise ConfigError(
+            f"unknown model `{name}`",
+            where=document.place(("model",)),
+            expected=f"one of {known}, or module shapes written out",
+            next_step="write `model: {q_proj: [4096, 4096], ...}` for a model of your own",
+        )
+    return validate(schema.ModelFile, _read(path))
+
+
+def _user_entries(entries: list[schema.ProgramEntry], document: Document) -> tuple[UserEntry, ...]:
+    names = [entry.program_name for entry in entries]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ConfigError(
+                f"two programs are called `{name}`",
+                where=document.place(("programs",)),
+                next_step="give one of them a `name:`",
+            )
+    return tuple(UserEntry(name=entry.program_name, entry=entry.entry) for entry in entries)

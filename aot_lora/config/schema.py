@@ -1,0 +1,195 @@
+"""The config as strict models: unknown keys, wrong types and bad values are errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NaturalInt = Annotated[int, Field(ge=0)]
+
+TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):\d+(x\d+){1,2}")
+
+# Keys of the design that this version refuses rather than ignores.
+PLANNED = {
+    "fit": "buckets fitted to a trace are not supported yet; write the list out",
+    "count": "buckets fitted to a trace are not supported yet; write the list out",
+    "verify_key": "signed manifests are not supported yet",
+    "hbm_fraction": "device memory budgets are not supported yet",
+}
+
+
+class Strict(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TargetSection(Strict):
+    """``{platform: tpu, topology: "v6e:1x1"}``."""
+
+    platform: Literal["cpu", "cuda", "tpu"]
+    topology: str = ""
+
+    @model_validator(mode="after")
+    def _topology_fits(self) -> TargetSection:
+        if self.platform != "tpu":
+            if self.topology:
+                raise ValueError(f"a {self.platform} target has no topology")
+        elif not TPU_TOPOLOGY.fullmatch(self.topology):
+            raise ValueError(
+                "unknown topology, expected one of v4, v5e, v5p, v6e, tpu7x with its chips, "
+                'for instance "v6e:1x1" or "v5p:1x1x1"'
+            )
+        return self
+
+
+class MeshSection(Strict):
+    """How a program is split over chips."""
+
+    tp: PositiveInt = 1
+
+    @field_validator("tp")
+    @classmethod
+    def _single_chip(cls, tp: int) -> int:
+        if tp != 1:
+            raise ValueError("tensor parallelism is not supported yet, expected 1")
+        return tp
+
+
+class LoraSection(Strict):
+    """Which modules adapters may change, and how many adapters of which ranks."""
+
+    modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    ranks: Annotated[list[PositiveInt], Field(min_length=1)]
+    slots: Annotated[list[NaturalInt], Field(min_length=1)]
+    max_adapters: PositiveInt
+    resident_lanes: PositiveInt | None = None
+    quantum: PositiveInt | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LoraSection:
+        if self.quantum is not None and max(self.ranks) < self.quantum:
+            raise ValueError(f"quantum {self.quantum} is above the largest rank {max(self.ranks)}")
+        if max(self.slots) > self.max_adapters:
+            raise ValueError(
+                f"slots go up to {max(self.slots)}, above max_adapters {self.max_adapters}"
+            )
+        lanes = self.resident_lanes
+        if lanes is not None and lanes < max(self.ranks):
+            raise ValueError(
+                f"resident_lanes {lanes} cannot hold one adapter of rank {max(self.ranks)}"
+            )
+        return self
+
+    @property
+    def lane_quantum(self) -> int:
+        """Lanes per bank block: as given, else the greatest common divisor of the ranks."""
+        return self.quantum or math.gcd(*self.ranks)
+
+
+class StepBuckets(Strict):
+    """``{step: 128}``: multiples of the step up to the budget."""
+
+    step: PositiveInt
+
+
+class TokensSection(Strict):
+    """The tokens axis. The last bucket is the budget, whatever the policy."""
+
+    budget: PositiveInt
+    buckets: Literal["pow2"] | StepBuckets | Annotated[list[PositiveInt], Field(min_length=1)]
+    smallest: PositiveInt = 16
+    prefill_chunk: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _budget_holds(self) -> TokensSection:
+        if isinstance(self.buckets, list):
+            smallest, largest = min(self.buckets), max(self.buckets)
+            if "smallest" in self.model_fields_set:
+                raise ValueError("smallest has no meaning beside a written list of buckets")
+        elif isinstance(self.buckets, StepBuckets):
+            smallest = largest = self.buckets.step
+        else:
+            smallest = largest = self.smallest
+        if self.budget < smallest:
+            raise ValueError(f"budget {self.budget} is below the smallest bucket {smallest}")
+        if largest > self.budget:
+            raise ValueError(f"bucket {largest} is above the budget {self.budget}")
+        chunk = self.prefill_chunk
+        if chunk is not None and chunk > self.budget:
+            raise ValueError(
+                f"prefill_chunk {chunk} is above the largest bucket {self.budget}: "
+                "each such chunk would be outside the plan"
+            )
+        return self
+
+
+class ProgramEntry(Strict):
+    """A user's own program: ``{entry: "my_engine.aot:decode_step"}``."""
+
+    entry: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
+    sources: list[str] = []
+
+    @property
+    def program_name(self) -> str:
+        """What `Runtime.lookup` calls it: `name`, else the function's name."""
+        return self.name or self.entry.partition(":")[2]
+
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class LimitsSection(Strict):
+    """What a plan may cost."""
+
+    variants: PositiveInt = 2000
+    store_bytes: PositiveInt = 8 * 2**30
+
+    @field_validator("store_bytes", mode="before")
+    @classmethod
+    def _with_unit(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(r"(\d+) ?(KiB|MiB|GiB|TiB)", value)
+        if match is None:
+            raise ValueError("expected bytes as an integer, or as in 512MiB or 8GiB")
+        return int(match[1]) * _UNITS[match[2]]
+
+
+class StoreSection(Strict):
+    """Where artifacts live; a relative path starts at the config file's folder."""
+
+    root: Annotated[str, Field(min_length=1)] | None = None
+
+
+Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
+Modules = Annotated[dict[str, Shape], Field(min_length=1)]
+
+
+class ModelFile(Strict):
+    """``buckets/models/<model>.yaml``: module shapes [D, O] and how many layers hold them."""
+
+    layers: PositiveInt
+    modules: Modules
+    extra_modules: dict[str, Shape] = {}
+
+
+class ConfigFile(Strict):
+    """The whole file."""
+
+    model: Annotated[str, Field(min_length=1)] | Modules
+    layers: PositiveInt | None = None
+    target: TargetSection | Annotated[list[TargetSection], Field(min_length=1)]
+    mesh: MeshSection = MeshSection()
+    lora: LoraSection
+    tokens: TokensSection
+    programs: Annotated[list[Literal["lora"] | ProgramEntry], Field(min_length=1)] = ["lora"]
+    limits: LimitsSection = LimitsSection()
+    store: StoreSection = StoreSection()
+    on_miss: Literal["error"] = "error"

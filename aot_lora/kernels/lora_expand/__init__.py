@@ -1,0 +1,1 @@
+"""lora_expand: reference, xla, cases."""

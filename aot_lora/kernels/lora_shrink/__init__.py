@@ -1,0 +1,1 @@
+"""lora_shrink: reference, xla, cases."""

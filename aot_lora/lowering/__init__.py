@@ -1,0 +1,1 @@
+"""Trace, fingerprint, signature and lock."""

@@ -1,0 +1,45 @@
+"""Traces every variant of a plan for its platforms; no device of them is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aot_lora.config import Config
+from aot_lora.errors import ProgramError
+from aot_lora.lowering.lock import LockLine
+from aot_lora.lowering.trace import prepare_tracing, trace
+from aot_lora.programs.catalog import Catalog
+
+Lines = dict[str, dict[str, LockLine]]
+
+
+def trace_all(
+    config: Config, *, on_trace: Callable[[], None] = lambda: None
+) -> tuple[Lines, tuple[ProgramError, ...]]:
+    """Traces the plan once per platform of the config's targets.
+
+    Args:
+      config: from `load_config`.
+      on_trace: called after each variant.
+
+    Returns:
+      platform -> variant -> line, and the errors of the variants that cannot be traced.
+    """
+    prepare_tracing()
+    lines: Lines = {}
+    errors: list[ProgramError] = []
+    for target in config.targets:
+        if target.platform in lines:
+            continue
+        found = lines.setdefault(target.platform, {})
+        catalog = Catalog(config.plan, target, config=config.path)
+        for variant in config.plan.variants:
+            try:
+                one = trace(variant, catalog.program(variant), platform=target.platform)
+                found[variant.name] = LockLine(
+                    fingerprint=one.fingerprint, signature=str(one.signature)
+                )
+            except ProgramError as error:
+                errors.append(error)
+            on_trace()
+    return lines, tuple(errors)

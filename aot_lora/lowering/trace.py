@@ -1,0 +1,73 @@
+"""Traces: a variant lowered to StableHLO, with its fingerprint and signature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from aot_lora import _jax_compat
+from aot_lora.errors import AotLoraError, ProgramError
+from aot_lora.lowering.fingerprint import fingerprint
+from aot_lora.plan import Variant
+from aot_lora.programs.spec import Program
+from aot_lora.signature import Signature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A lowered variant. `lowered` is what JAX compiles."""
+
+    variant: Variant
+    fingerprint: str
+    signature: Signature
+    lowered: Any
+
+
+def prepare_tracing() -> None:
+    """Keeps source paths and line numbers out of what is traced, for this process."""
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+def trace(variant: Variant, program: Program, *, platform: str, device: Any | None = None) -> Trace:
+    """Traces and lowers a program.
+
+    Args:
+      variant: for names in errors.
+      program: what to trace.
+      platform: ``cpu``, ``cuda`` or ``tpu``; need not be present.
+      device: the device to compile for, where it is not JAX's default one.
+
+    Raises:
+      ProgramError: the function cannot be traced.
+    """
+    args = program.args
+    if device is not None:
+        sharding = SingleDeviceSharding(device)
+        args = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type
+            ),
+            args,
+        )
+    try:
+        traced = jax.jit(program.fn, donate_argnums=program.donate).trace(*args)
+        lowered = traced.lower(lowering_platforms=(platform,))
+        signature = _jax_compat.signature_of(traced, lowered)
+    except AotLoraError as error:
+        error.where = error.where or variant.name
+        raise type(error)(error.problem, **error.fields()) from error
+    except Exception as error:
+        raise ProgramError(
+            f"cannot be traced: {type(error).__name__}: {str(error).strip()[:1000]}",
+            where=variant.name,
+            next_step="mend the program; --debug shows where it raised",
+        ) from error
+    return Trace(
+        variant=variant,
+        fingerprint=fingerprint(lowered.as_text()),
+        signature=signature,
+        lowered=lowered,
+    )

@@ -1,0 +1,29 @@
+"""The planner: axes, buckets, variants, cost. Pure: no jax, no yaml, no I/O.
+
+Letters: T tokens, D inputs, O outputs, R rank, S slots, L lanes.
+"""
+
+from aot_lora.plan.axes import Axis, gaps, mean_waste, pow2_buckets, step_buckets
+from aot_lora.plan.cost import Estimate, check_limits, estimate, usable_cores
+from aot_lora.plan.plan import DTYPE_BYTES, Plan, build_plan, round_up
+from aot_lora.plan.variants import Module, TargetSpec, UserEntry, Variant
+
+__all__ = [
+    "DTYPE_BYTES",
+    "Axis",
+    "Estimate",
+    "Module",
+    "Plan",
+    "TargetSpec",
+    "UserEntry",
+    "Variant",
+    "build_plan",
+    "check_limits",
+    "estimate",
+    "gaps",
+    "mean_waste",
+    "pow2_buckets",
+    "round_up",
+    "step_buckets",
+    "usable_cores",
+]

@@ -1,0 +1,161 @@
+"""From axes and modules to the ordered, de-duplicated variants. Pure data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from aot_lora.plan.axes import Axis
+from aot_lora.plan.variants import Module, UserEntry, Variant
+
+LORA_PROGRAMS = (
+    "lora_shrink",
+    "lora_shrink_single",
+    "lora_expand",
+    "lora_expand_single",
+    "bank_write",
+    "bank_reset",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The variants of a config and the sizes they share.
+
+    Args:
+      tokens: the tokens axis; its last bucket is the token budget.
+      slots: slot buckets; 0 is a batch without adapters.
+      ranks: rank buckets.
+      lanes: the folded axis: each slots x rank in whole quanta, without zero.
+      adapter_lanes: lane buckets of one adapter: the ranks in whole quanta.
+      modules: projections with banks.
+      layers: how many layers hold such modules.
+      dtype: of weights, activations and banks.
+      quantum: lanes per bank block; an adapter owns whole blocks.
+      bank_blocks: blocks in each bank, block 0 (always zero) included.
+      max_adapters: slots that may be resident.
+      user: the user's own programs.
+      variants: every executable, in the order they are compiled.
+    """
+
+    tokens: Axis
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    lanes: Axis
+    adapter_lanes: Axis
+    modules: tuple[Module, ...]
+    layers: int
+    dtype: str
+    quantum: int
+    bank_blocks: int
+    max_adapters: int
+    with_lora: bool
+    user: tuple[UserEntry, ...]
+    variants: tuple[Variant, ...] = ()
+
+    @property
+    def points(self) -> int:
+        """How many points the grid has: one bucket of each axis."""
+        return len(self.tokens.buckets) * len(self.slots) * len(self.ranks)
+
+    @property
+    def bank_bytes(self) -> int:
+        """Device memory of all banks of all layers, in bytes."""
+        lanes = self.bank_blocks * self.quantum
+        width = sum(module.d + module.o for module in self.modules)
+        return self.layers * lanes * width * DTYPE_BYTES[self.dtype] if self.with_lora else 0
+
+    def digest(self) -> str:
+        """SHA-256 of everything the plan says; equal plans have equal digests."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def round_up(value: int, quantum: int) -> int:
+    """The smallest multiple of `quantum` that is at least `value`."""
+    return -(-value // quantum) * quantum
+
+
+def build_plan(
+    *,
+    token_buckets: tuple[int, ...],
+    slots: tuple[int, ...],
+    ranks: tuple[int, ...],
+    modules: tuple[Module, ...],
+    layers: int,
+    dtype: str,
+    quantum: int,
+    max_adapters: int,
+    resident_lanes: int,
+    with_lora: bool,
+    user: tuple[UserEntry, ...],
+) -> Plan:
+    """Folds the grid of points into distinct variants.
+
+    A point of slots x rank needs that many lanes, so (8, 16), (4, 32) and (2, 64) share their
+    executables; modules of one width share theirs.
+    """
+    folded = {round_up(rank, quantum) * count for count in slots for rank in ranks} - {0}
+    lanes = Axis(name="lanes", buckets=tuple(sorted(folded))) if folded else None
+    adapter_lanes = Axis(name="lanes", buckets=tuple(sorted({round_up(r, quantum) for r in ranks})))
+    plan = Plan(
+        tokens=Axis(name="tokens", buckets=token_buckets),
+        slots=slots,
+        ranks=ranks,
+        lanes=lanes or adapter_lanes,
+        adapter_lanes=adapter_lanes,
+        modules=modules,
+        layers=layers,
+        dtype=dtype,
+        quantum=quantum,
+        bank_blocks=1 + resident_lanes // quantum,
+        max_adapters=max_adapters,
+        with_lora=with_lora and lanes is not None,
+        user=user,
+    )
+    return replace(plan, variants=tuple(dict.fromkeys(_enumerate(plan))))
+
+
+def _enumerate(plan: Plan) -> Iterator[Variant]:
+    if plan.with_lora:
+        yield from _lora_variants(plan)
+    for entry in plan.user:
+        for tokens in plan.tokens.buckets:
+            if 0 in plan.slots:
+                yield Variant(program=entry.name, tokens=tokens)
+            if any(plan.slots):
+                for lanes in plan.lanes.buckets:
+                    yield Variant(program=entry.name, tokens=tokens, lanes=lanes)
+
+
+def _lora_variants(plan: Plan) -> Iterator[Variant]:
+    d_sizes = sorted({module.d for module in plan.modules})
+    o_sizes = sorted({module.o for module in plan.modules})
+    # Without 1 among the slots nobody asked for maskless programs: one adapter is a masked batch.
+    families = [("", plan.lanes), ("_single", plan.adapter_lanes)][: 2 if 1 in plan.slots else 1]
+    for suffix, axis in families:
+        for tokens in plan.tokens.buckets:
+            for lanes in axis.buckets:
+                for d in d_sizes:
+                    yield Variant(
+                        program="lora_shrink" + suffix,
+                        tokens=tokens,
+                        lanes=lanes,
+                        dims=(("d", d),),
+                    )
+                for o in o_sizes:
+                    yield Variant(
+                        program="lora_expand" + suffix,
+                        tokens=tokens,
+                        lanes=lanes,
+                        dims=(("o", o),),
+                    )
+    for d, o in sorted({(module.d, module.o) for module in plan.modules}):
+        for lanes in plan.adapter_lanes.buckets:
+            for program in ("bank_write", "bank_reset"):
+                yield Variant(program=program, lanes=lanes, dims=(("d", d), ("o", o)))

@@ -1,0 +1,1 @@
+"""What is compiled: kernels, bank writes and a user's own functions."""

@@ -1,0 +1,84 @@
+"""Which source files the programs of a plan depend on, without importing any. No jax here."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from aot_lora.errors import ConfigError, ProgramError
+from aot_lora.plan import Plan, UserEntry
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_OWN = ("kernels", "lowering", "programs")
+
+
+def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[str, str]:
+    """SHA-256 of the sources behind a plan's programs, by part.
+
+    Args:
+      plan: the plan; user modules count with the whole top-level package they live in.
+      config: the config's file; user modules and `extra` are looked for beside it.
+      extra: globs of further files that user programs depend on.
+
+    Raises:
+      ProgramError: a user module does not exist; ConfigError: a glob matches nothing.
+    """
+    own = [(p.relative_to(_PACKAGE), p) for part in _OWN for p in (_PACKAGE / part).rglob("*.py")]
+    digests = {"source of aot_lora": _digest((path.as_posix(), file) for path, file in own)}
+    for entry in plan.user:
+        files = source_files(entry, config=config)
+        top = entry.entry.partition(":")[0].partition(".")[0]
+        digests[f"source of {top}"] = _digest((_inside(path, top), path) for path in files)
+    folder = config.absolute().parent
+    for glob in extra:
+        matches = sorted(path for path in folder.glob(glob) if path.is_file())
+        if not matches:
+            raise ConfigError(f"sources: `{glob}` matches no file", where=str(config))
+        digests[f"source {glob}"] = _digest(
+            (path.relative_to(folder).as_posix(), path) for path in matches
+        )
+    return digests
+
+
+def search_path(config: Path) -> list[str]:
+    """Where modules are looked for: the config's folder, the current one, then `sys.path`."""
+    return [str(config.absolute().parent), str(Path.cwd()), *sys.path]
+
+
+def source_files(entry: UserEntry, *, config: Path) -> tuple[Path, ...]:
+    """The Python files of the entry's top-level package or module, without importing it.
+
+    Raises:
+      ProgramError: there is no such module.
+    """
+    top = entry.entry.partition(":")[0].partition(".")[0]
+    spec = PathFinder.find_spec(top, search_path(config))
+    if spec is None or not (spec.origin or spec.submodule_search_locations):
+        raise ProgramError(
+            f"no module `{top}`",
+            where=f"programs: {entry.entry}",
+            expected="a module beside the config, in the current folder or on the Python path",
+            next_step="check the spelling, or install the package that holds it",
+        )
+    if spec.submodule_search_locations:
+        roots = [Path(root) for root in spec.submodule_search_locations]
+        return tuple(sorted(path for root in roots for path in root.rglob("*.py")))
+    return (Path(str(spec.origin)),)
+
+
+def _inside(path: Path, top: str) -> str:
+    """The file's name from its top-level package on, wherever that is installed."""
+    parts = path.parts
+    return "/".join(parts[parts.index(top) :]) if top in parts else path.name
+
+
+def _digest(files: Iterable[tuple[str, Path]]) -> str:
+    digest = hashlib.sha256()
+    for name, path in sorted(files):
+        body = path.read_bytes()
+        digest.update(f"{len(name)}:{name}:{len(body)}:".encode())
+        digest.update(body)
+    return digest.hexdigest()

@@ -1,0 +1,84 @@
+"""What a program is: a function, its abstract arguments and what it donates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from aot_lora.plan import Plan, TargetSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Something to compile for one point.
+
+    Args:
+      fn: a function of positional arguments that JAX can trace.
+      args: its abstract arguments: pytrees of tuples, lists, dicts and
+        `jax.ShapeDtypeStruct`.
+      donate: positions of the arguments whose buffers the result may take over.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One bucket of each axis, as a user's function sees it.
+
+    Args:
+      tokens: rows T of the batch.
+      lanes: lanes L of the batch's adapters; 0 for a batch without adapters.
+    """
+
+    tokens: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchArgs:
+    """The per-batch arguments that kernels share: abstract here, arrays while serving.
+
+    Args:
+      blocks: [L / quantum] int32; owners: [L / quantum] int32; slots: [T] int32.
+    """
+
+    blocks: Any
+    owners: Any
+    slots: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a user's function may need beside its point.
+
+    Args:
+      plan: module shapes, layers, dtype, quantum, bank sizes.
+      target: what is compiled for.
+    """
+
+    plan: Plan
+    target: TargetSpec
+
+    def array(self, *shape: int, dtype: str | None = None) -> jax.ShapeDtypeStruct:
+        """An abstract array; the dtype is the plan's unless given."""
+        return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype)
+
+    def banks(self, d: int, o: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The A bank [blocks, quantum, D] and B bank [blocks, quantum, O] of a module."""
+        blocks, quantum = self.plan.bank_blocks, self.plan.quantum
+        return self.array(blocks, quantum, d), self.array(blocks, quantum, o)
+
+    def batch(self, tokens: int, lanes: int) -> BatchArgs:
+        """The per-batch metadata of a point."""
+        count = lanes // self.plan.quantum
+        return BatchArgs(
+            blocks=self.array(count, dtype="int32"),
+            owners=self.array(count, dtype="int32"),
+            slots=self.array(tokens, dtype="int32"),
+        )

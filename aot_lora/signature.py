@@ -1,0 +1,54 @@
+"""A program's signature: everything needed to call its executable. No jax here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "pred", "complex": "c"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySpec:
+    """An abstract array. `name` is the argument's path, empty for results."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool = False
+    name: str = ""
+
+    def __str__(self) -> str:
+        letters = self.dtype.rstrip("0123456789")
+        short = _SHORT.get(letters, letters) + self.dtype[len(letters) :]
+        weak = "~" if self.weak_type else ""
+        return f"{weak}{short}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """Arguments and results of an executable, flattened.
+
+    Args:
+      function: the function's name.
+      inputs: all arguments in order, unused ones included.
+      outputs: all results in order.
+      donated: positions of donated inputs.
+      kept: positions of the inputs that the executable takes.
+      in_tree: of ((arguments), {}), as JAX's protocol buffer in base64.
+      out_tree: of the results, likewise.
+    """
+
+    function: str
+    inputs: tuple[ArraySpec, ...]
+    outputs: tuple[ArraySpec, ...]
+    donated: tuple[int, ...]
+    kept: tuple[int, ...]
+    in_tree: str
+    out_tree: str
+
+    def __str__(self) -> str:
+        """One line: ``x: f32[16,64], donated base: f32[16,64] -> f32[16,64]``."""
+        inputs = ", ".join(
+            f"{'donated ' if i in self.donated else ''}{spec.name}: {spec}"
+            for i, spec in enumerate(self.inputs)
+        )
+        return f"{inputs} -> {', '.join(map(str, self.outputs))}"

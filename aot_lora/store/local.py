@@ -1,0 +1,222 @@
+"""A store in a folder: artifacts by key, manifests by identity, one writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from aot_lora.errors import IntegrityError, StoreError
+from aot_lora.store import artifact
+from aot_lora.store.manifest import (
+    Entry,
+    Manifest,
+    dump_entry,
+    dump_manifest,
+    parse_journal,
+    parse_manifest,
+)
+
+_CACHEDIR_TAG = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# This folder is a cache made by aot-lora; backups may leave it out.\n"
+)
+
+
+class LocalStore:
+    """Artifacts and manifests under one folder. Reading needs no write access.
+
+    Args:
+      root: the folder; made by the first write.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def artifact_path(self, key: str) -> Path:
+        """Where the artifact of a key is or would be."""
+        return self.root / "artifacts" / key[:2] / f"{key}.aot"
+
+    def manifest_path(self, identity: str) -> Path:
+        """Where the manifest of a warmup is or would be."""
+        return self.root / "manifests" / f"{identity}.json"
+
+    def journal_path(self, identity: str) -> Path:
+        """Where an unfinished warmup keeps what it has done."""
+        return self.root / "manifests" / f"{identity}.journal"
+
+    def read_artifact(self, key: str) -> bytes:
+        """The bytes of an artifact file, unchecked.
+
+        Raises:
+          IntegrityError: there is none; StoreError: it cannot be read.
+        """
+        path = self.artifact_path(key)
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise IntegrityError(
+                "the artifact is missing",
+                where=str(path),
+                next_step="run `aot-lora warmup` with the same config",
+            ) from None
+        except OSError as error:
+            raise _store_error(error, path) from None
+
+    def read_entry(self, entry: Entry) -> bytes:
+        """The bytes of the artifact that an entry names, checked against its digest.
+
+        Raises:
+          IntegrityError: missing, damaged, or other bytes than the entry names.
+        """
+        data = self.read_artifact(entry.key)
+        where = str(self.artifact_path(entry.key))
+        artifact.check(data, where=where)
+        if artifact.digest_of(data) != entry.digest:
+            raise IntegrityError(
+                "the artifact is another one than the manifest names",
+                where=where,
+                expected=f"SHA-256 {entry.digest[:16]}…",
+                found=f"SHA-256 {artifact.digest_of(data)[:16]}…",
+                next_step="run `aot-lora warmup` with the same config",
+            )
+        return data
+
+    def write_artifact(self, key: str, data: bytes) -> None:
+        """Writes an artifact file whole or not at all.
+
+        Raises:
+          StoreError: the disk is full, the store is read-only, ...
+        """
+        _write_atomic(self.artifact_path(key), data)
+
+    def set_aside(self, key: str) -> Path | None:
+        """Moves a damaged artifact out of the way, into ``damaged/``; None where there is none."""
+        path = self.artifact_path(key)
+        aside = self.root / "damaged" / path.name
+        try:
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(aside)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _store_error(error, path) from None
+        return aside
+
+    def read_manifest(self, identity: str) -> Manifest | None:
+        """The manifest of a warmup, or None where it never finished.
+
+        Raises:
+          IntegrityError: it is damaged; StoreError: it cannot be read.
+        """
+        path = self.manifest_path(identity)
+        try:
+            return parse_manifest(path.read_bytes(), where=str(path))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _store_error(error, path) from None
+
+    def manifests(self) -> dict[str, Manifest]:
+        """All readable manifests by identity, newest first."""
+        found: dict[str, Manifest] = {}
+        with suppress(OSError):
+            paths = [(path.stat().st_mtime, path) for path in self._manifest_files()]
+            for _, path in sorted(paths, reverse=True):
+                with suppress(IntegrityError):
+                    found[path.stem] = parse_manifest(path.read_bytes(), where=str(path))
+        return found
+
+    def _manifest_files(self) -> list[Path]:
+        return sorted((self.root / "manifests").glob("*.json"))
+
+    def write_manifest(self, identity: str, manifest: Manifest) -> None:
+        """Writes a manifest whole and forgets the journal behind it."""
+        _write_atomic(self.manifest_path(identity), dump_manifest(manifest))
+        self.journal_path(identity).unlink(missing_ok=True)
+
+    def read_journal(self, identity: str) -> tuple[Entry, ...]:
+        """What an unfinished warmup had done."""
+        try:
+            return parse_journal(self.journal_path(identity).read_bytes())
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise _store_error(error, self.journal_path(identity)) from None
+
+    def append_journal(self, identity: str, entry: Entry) -> None:
+        """Notes that a variant's artifact is written."""
+        path = self.journal_path(identity)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as journal:
+                journal.write(dump_entry(entry))
+        except OSError as error:
+            raise _store_error(error, path) from None
+
+    @contextmanager
+    def writing(self, *, on_wait: Callable[[], None] = lambda: None) -> Generator[None]:
+        """Holds the store's writer lock; a second warmup waits and then finds the work done.
+
+        Raises:
+          StoreError: the store cannot be written.
+        """
+        tag = self.root / "CACHEDIR.TAG"
+        lock = FileLock(self.root / ".writer.lock")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not tag.exists():
+                tag.write_text(_CACHEDIR_TAG, encoding="utf-8")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                on_wait()
+                lock.acquire()
+        except OSError as error:
+            raise _store_error(error, self.root) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _write_atomic(path: Path, data: bytes) -> None:
+    """Temp file in the same folder, fsync, rename."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise _store_error(error, path) from None
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _store_error(error: OSError, path: Path) -> StoreError:
+    reasons = {
+        errno.ENOSPC: ("the disk is full", "free some space and run the same command again"),
+        errno.EDQUOT: ("the disk quota is used up", "free some space and run the command again"),
+        errno.EROFS: ("the store is read-only", "name another one with --store"),
+        errno.EACCES: ("no permission for the store", "check its owner, or name another --store"),
+        errno.EPERM: ("no permission for the store", "check its owner, or name another --store"),
+    }
+    problem, step = reasons.get(
+        error.errno or 0, (f"the store failed: {error.strerror or error}", "check the disk")
+    )
+    return StoreError(
+        problem, where=str(path), next_step=f"{step}; everything already stored stays valid"
+    )

@@ -1,0 +1,1 @@
+"""cpu, cuda, tpu: identity and devices. `identity` imports no jax, `devices` does."""

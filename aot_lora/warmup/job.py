@@ -1,0 +1,137 @@
+"""What a worker process does: one variant from program to artifact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from aot_lora.config import Config
+from aot_lora.errors import IntegrityError, ProgramError
+from aot_lora.plan import TargetSpec, Variant
+from aot_lora.store import Entry, LocalStore
+from aot_lora.store import artifact as artifacts
+from aot_lora.store.key import key_of, shorten
+from aot_lora.targets.environment import worker_environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a worker needs to know once.
+
+    Args:
+      config: the config.
+      target: what to compile for.
+      parts: the target's identity by named part.
+    """
+
+    config: Config
+    target: TargetSpec
+    parts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What became of a variant. `seconds` is the worker's time for it."""
+
+    entry: Entry
+    compiled: bool
+    seconds: float
+
+
+class _Worker:
+    """The state of a worker process: JAX is imported, the target is open."""
+
+    def __init__(self, job: Job) -> None:
+        from aot_lora.lowering.trace import prepare_tracing
+        from aot_lora.programs.catalog import Catalog
+        from aot_lora.targets.devices import compile_device
+
+        prepare_tracing()
+        self.job = job
+        self.store = LocalStore(job.config.store_root)
+        self.device = compile_device(job.target)
+        self.catalog = Catalog(job.config.plan, job.target, config=job.config.path)
+
+
+_job: Job | None = None
+
+
+def start(job: Job) -> None:
+    """Readies this process for `build`: the environment stands before JAX is imported."""
+    global _job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
+    os.environ.update(worker_environment(job.target))
+    _job = job
+
+
+@cache
+def _worker() -> _Worker:
+    # Not in `start`: an error there would break the pool instead of reaching the caller.
+    assert _job is not None, "start() first"
+    return _Worker(_job)
+
+
+def build(variant: Variant) -> Built:
+    """Traces a variant and, unless its artifact is stored already, compiles and stores it.
+
+    Raises:
+      ProgramError: it cannot be traced, compiled or serialized.
+      StoreError: it cannot be written.
+    """
+    from aot_lora import _jax_compat
+    from aot_lora.lowering.trace import trace
+
+    worker = _worker()
+    began = time.perf_counter()
+    found = trace(
+        variant,
+        worker.catalog.program(variant),
+        platform=worker.job.target.platform,
+        device=worker.device,
+    )
+    parts = {
+        "fingerprint": found.fingerprint,
+        "signature": f"{found.signature} kept {found.signature.kept}",
+        **worker.job.parts,
+    }
+    key = key_of(parts)
+    data = _stored(worker.store, key)
+    compiled = data is None
+    if data is None:
+        raw = _jax_compat.serialize(_compile(variant, found.lowered))
+        header = artifacts.Header(
+            variant=variant.name,
+            parts=shorten(parts),
+            signature=found.signature,
+            raw_bytes=len(raw),
+        )
+        data = artifacts.pack(header, raw)
+        worker.store.write_artifact(key, data)
+    entry = Entry(variant=variant.name, key=key, digest=artifacts.digest_of(data), bytes=len(data))
+    return Built(entry=entry, compiled=compiled, seconds=time.perf_counter() - began)
+
+
+def _stored(store: LocalStore, key: str) -> bytes | None:
+    """The artifact's bytes where it is stored and whole; a damaged one is set aside."""
+    try:
+        data = store.read_artifact(key)
+        artifacts.unpack(data, where=str(store.artifact_path(key)))
+    except IntegrityError:
+        store.set_aside(key)
+        return None
+    return data
+
+
+def _compile(variant: Variant, lowered: Any) -> Any:
+    try:
+        return lowered.compile()
+    except Exception as error:
+        raise ProgramError(
+            f"the compiler refused it: {type(error).__name__}: {str(error).strip()[:1000]}",
+            where=variant.name,
+            next_step="make the point smaller (tokens, lanes), or mend the program",
+        ) from error
