@@ -35,7 +35,7 @@ def signature_of(traced: Any, lowered: Any) -> Signature:
     leaves = tree_util.tree_flatten_with_path(lowered.args_info)[0]
     names = _argument_names(lowered, leaves)
     inputs = tuple(_spec(info, name) for (_, info), name in zip(leaves, names, strict=True))
-    outputs = tuple(_spec(info, "") for info in jax.tree.leaves(lowered.out_info))
+    outputs = tuple(_spec(aval, "") for aval in traced.jaxpr.out_avals)
     return Signature(
         function=str(traced.fun_name),
         inputs=inputs,
@@ -45,6 +45,29 @@ def signature_of(traced: Any, lowered: Any) -> Signature:
         in_tree=_tree_text(lowered.in_tree),
         out_tree=_tree_text(lowered.out_tree),
     )
+
+
+_CALLBACKS = ("debug_callback", "debug_print", "io_callback", "pure_callback")
+
+
+def refuse_callbacks(traced: Any) -> None:
+    """Refuses a traced function that calls back into Python, which no stored executable can.
+
+    Raises:
+      ProgramError: it does; names the primitive.
+    """
+    pending = [traced.jaxpr.jaxpr]
+    while pending:
+        for equation in pending.pop().eqns:
+            if equation.primitive.name in _CALLBACKS:
+                raise ProgramError(
+                    "the program calls back into Python",
+                    found=equation.primitive.name,
+                    next_step="remove jax.debug.print, pure_callback and the like from it",
+                )
+            # A Pallas kernel prints on the device, not in Python.
+            if equation.primitive.name != "pallas_call":
+                pending += core.jaxprs_in_params(equation.params)
 
 
 def _argument_names(lowered: Any, leaves: list[Any]) -> list[str]:
@@ -57,6 +80,13 @@ def _argument_names(lowered: Any, leaves: list[Any]) -> list[str]:
 
 def _spec(info: Any, name: str) -> ArraySpec:
     aval = getattr(info, "_aval", info)
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        raise ProgramError(
+            "an argument or result is of a dtype that only JAX knows",
+            expected="numbers or booleans",
+            found=f"{name or 'a result'}: {aval}",
+            next_step="pass jax.random.key_data(key), and wrap it inside with wrap_key_data",
+        )
     return ArraySpec(
         shape=tuple(aval.shape),
         dtype=aval.dtype.name,

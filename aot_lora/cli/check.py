@@ -28,18 +28,18 @@ def command(config: str, store: str | None, form: str, debug: bool, update: bool
     path = loaded.lock_path
     lock = None if update else read_lock(path)
     traces, failures = trace_all(loaded)
-    for failure in failures:
+    for failure in failures.values():
         note(str(failure))
     plan = loaded.plan.digest()
     if update:
         if failures:
             note("the lock is left as it was: some variants cannot be traced")
-            return failures[0].exit_code
+            return next(iter(failures.values())).exit_code
         _write(path, dump_lock(traces, plan=plan))
         note(f"wrote {path}")
         lock = read_lock(path)
     assert lock is not None
-    result = compare(lock, traces, plan=plan)
+    result = compare(lock, traces, plan=plan, untraced=frozenset(failures))
     _report(result, path, form, failed=len(failures))
     return errors.EXIT_OK if result.holds and not failures else errors.EXIT_CHECK
 

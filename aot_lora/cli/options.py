@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import click
 from aot_lora.config import Config, load_config
 
 FORMATS = ("human", "json")
+_NUMBER = re.compile(r"[\d.,]+( \S+)?")  # 12; 3.4 MiB; 25 %
 
 
 def common(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +55,7 @@ def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> 
 
     grid = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for index, column in enumerate(columns):
-        numeric = all(row[index][:1].isdigit() for row in rows)
+        numeric = all(_NUMBER.fullmatch(row[index]) for row in rows)
         grid.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0)
     for row in rows:
         grid.add_row(*row)

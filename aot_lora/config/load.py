@@ -11,6 +11,7 @@ from aot_lora.config.problems import validate
 from aot_lora.config.yaml_nodes import Document, parse
 from aot_lora.errors import ConfigError
 from aot_lora.plan import (
+    LORA_PROGRAMS,
     Axis,
     Module,
     Plan,
@@ -93,6 +94,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
             platform=target.platform,
             max_variants=file.limits.variants,
             max_store_bytes=file.limits.store_bytes,
+            place=lambda limit: f"{document.place(('limits', limit))}: limits.{limit}",
         )
     return Config(
         path=path,
@@ -210,5 +212,11 @@ def _user_entries(entries: list[schema.ProgramEntry], document: Document) -> tup
                 f"two programs are called `{name}`",
                 where=document.place(("programs",)),
                 next_step="give one of them a `name:`",
+            )
+        if name in LORA_PROGRAMS:
+            raise ConfigError(
+                f"`{name}` is the name of a program of aot-lora",
+                where=document.place(("programs",)),
+                next_step="give yours another `name:`",
             )
     return tuple(UserEntry(name=entry.program_name, entry=entry.entry) for entry in entries)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import platformdirs
-
 from aot_lora.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -54,4 +52,6 @@ def default_store_root() -> Path:
     """``cache/`` of a checkout, else the user's cache folder."""
     if in_checkout():
         return _CHECKOUT / "cache"
+    import platformdirs  # 4 ms, and only installations ask for it
+
     return Path(platformdirs.user_cache_dir("aot-lora"))

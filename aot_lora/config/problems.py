@@ -87,13 +87,32 @@ def _one(document: Document, path: Path, details: list[ErrorDetails]) -> ConfigE
     ours = [one for one in details if one["type"] == "value_error"]
     if ours:
         return ConfigError(f"`{key}`: {ours[0]['msg'].removeprefix('Value error, ')}", where=place)
-    expected = " or ".join(dict.fromkeys(one["msg"] for one in details))
     return ConfigError(
         f"`{key}` is not right",
         where=place,
-        expected=expected.replace("Input should be ", ""),
+        expected=" or ".join(dict.fromkeys(_expected(one) for one in details)),
         found=repr(detail["input"])[:120],
     )
+
+
+_EXPECTED = {
+    "dict_type": "a mapping",
+    "greater_than_equal": "an integer of at least {ge}",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "a mapping",
+    "string_too_short": "text that is not empty",
+    "string_type": "text",
+    "too_long": "a {field_type} of length {max_length} or less",
+    "too_short": "a {field_type} of length {min_length} or more",
+}
+
+
+def _expected(detail: ErrorDetails) -> str:
+    text = _EXPECTED.get(detail["type"])
+    if text is None:
+        return detail["msg"].removeprefix("Input should be ")
+    return text.format(**detail.get("ctx", {})).lower()
 
 
 def _unknown_key(place: str, key: str, path: Path) -> ConfigError:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
 
-TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):\d+(x\d+){1,2}")
+TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):[1-9]\d*(x[1-9]\d*){1,2}")
 
 # Keys of the design that this version refuses rather than ignores.
 PLANNED = {
@@ -98,6 +98,9 @@ class StepBuckets(Strict):
     step: PositiveInt
 
 
+_MOST_BUCKETS = 10_000  # Far above any real axis; without it a slip would fill the memory.
+
+
 class TokensSection(Strict):
     """The tokens axis. The last bucket is the budget, whatever the policy."""
 
@@ -114,6 +117,10 @@ class TokensSection(Strict):
                 raise ValueError("smallest has no meaning beside a written list of buckets")
         elif isinstance(self.buckets, StepBuckets):
             smallest = largest = self.buckets.step
+            if (count := self.budget // smallest) > _MOST_BUCKETS:
+                raise ValueError(
+                    f"step {smallest} makes {count:,} buckets, expected at most {_MOST_BUCKETS:,}"
+                )
         else:
             smallest = largest = self.smallest
         if self.budget < smallest:

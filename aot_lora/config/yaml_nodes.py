@@ -44,9 +44,9 @@ def parse(text: str, source: str) -> Document:
     Raises:
       ConfigError: with file, line and column.
     """
-    loader = yaml.SafeLoader(text)
     document = Document(source=source, value=None)
     try:
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         value = _construct(loader, root, (), document) if root is not None else None
     except yaml.MarkedYAMLError as error:
@@ -57,10 +57,16 @@ def parse(text: str, source: str) -> Document:
             where=place,
             next_step="mend the syntax at this place",
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}", where=source) from None
-    finally:
-        loader.dispose()
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise ConfigError(
+            f"not valid YAML: character U+{error.character:04X} is not allowed",
+            where=f"{source}:{line}:{column}",
+            next_step="remove it",
+        ) from None
+    except RecursionError:
+        raise ConfigError("nested too deeply, or an alias of itself", where=source) from None
     return Document(source=source, value=value, marks=document.marks)
 
 
@@ -72,10 +78,10 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: Path, document: D
             for index, item in enumerate(node.value)
         ]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)  # pyright: ignore[reportUnknownMemberType]
+        return _scalar(loader, node)
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key = loader.construct_object(key_node)
+        key = _scalar(loader, key_node)
         mark = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
         place = f"{document.source}:{mark[0]}:{mark[1]}"
         if not isinstance(key, str):
@@ -94,3 +100,10 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node, path: Path, document: D
         document.marks[(*path, key)] = mark
         mapping[key] = _construct(loader, value_node, (*path, key), document)
     return mapping
+
+
+def _scalar(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    try:
+        return loader.construct_object(node)  # pyright: ignore[reportUnknownMemberType]
+    except ValueError as error:  # For instance the date 2020-99-99.
+        raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None

@@ -15,7 +15,7 @@ Lines = dict[str, dict[str, LockLine]]
 
 def trace_all(
     config: Config, *, on_trace: Callable[[], None] = lambda: None
-) -> tuple[Lines, tuple[ProgramError, ...]]:
+) -> tuple[Lines, dict[str, ProgramError]]:
     """Traces the plan once per platform of the config's targets.
 
     Args:
@@ -23,11 +23,12 @@ def trace_all(
       on_trace: called after each variant.
 
     Returns:
-      platform -> variant -> line, and the errors of the variants that cannot be traced.
+      platform -> variant -> line, and the errors of those that cannot be traced, by
+      ``platform variant``.
     """
     prepare_tracing()
     lines: Lines = {}
-    errors: list[ProgramError] = []
+    errors: dict[str, ProgramError] = {}
     for target in config.targets:
         if target.platform in lines:
             continue
@@ -40,6 +41,6 @@ def trace_all(
                     fingerprint=one.fingerprint, signature=str(one.signature)
                 )
             except ProgramError as error:
-                errors.append(error)
+                errors[f"{target.platform} {variant.name}"] = error
             on_trace()
-    return lines, tuple(errors)
+    return lines, errors

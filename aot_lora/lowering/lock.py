@@ -78,8 +78,17 @@ class Comparison:
         return not (self.moved or self.missing or self.new or self.stale)
 
 
-def compare(lock: Lock, traces: Traces, *, plan: str) -> Comparison:
-    """Compares a lock with the traces of a plan, given by its digest."""
+def compare(
+    lock: Lock, traces: Traces, *, plan: str, untraced: frozenset[str] = frozenset()
+) -> Comparison:
+    """Compares a lock with the traces of a plan.
+
+    Args:
+      lock: the lock.
+      traces: platform -> variant -> line.
+      plan: the plan's digest.
+      untraced: names of variants that could not be traced: neither stable nor stale.
+    """
     locked = _flat(lock.traces)
     now = _flat(traces)
     absent = tuple(name for name in now if name not in locked)
@@ -94,7 +103,7 @@ def compare(lock: Lock, traces: Traces, *, plan: str) -> Comparison:
         ),
         missing=absent if same_plan else (),
         new=() if same_plan else absent,
-        stale=tuple(name for name in locked if name not in now),
+        stale=tuple(name for name in locked if name not in now and name not in untraced),
     )
 
 

@@ -47,13 +47,16 @@ def trace(variant: Variant, program: Program, *, platform: str, device: Any | No
     if device is not None:
         sharding = SingleDeviceSharding(device)
         args = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(
-                a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type
+            lambda a: (
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type)
+                if isinstance(a, jax.ShapeDtypeStruct)
+                else a  # A Python scalar or an array has no device of its own.
             ),
             args,
         )
     try:
         traced = jax.jit(program.fn, donate_argnums=program.donate).trace(*args)
+        _jax_compat.refuse_callbacks(traced)
         lowered = traced.lower(lowering_platforms=(platform,))
         signature = _jax_compat.signature_of(traced, lowered)
     except AotLoraError as error:
@@ -67,7 +70,7 @@ def trace(variant: Variant, program: Program, *, platform: str, device: Any | No
         ) from error
     return Trace(
         variant=variant,
-        fingerprint=fingerprint(lowered.as_text()),
+        fingerprint=fingerprint(lowered.as_text(), trees=(signature.in_tree, signature.out_tree)),
         signature=signature,
         lowered=lowered,
     )

@@ -5,11 +5,12 @@ Letters: T tokens, D inputs, O outputs, R rank, S slots, L lanes.
 
 from aot_lora.plan.axes import Axis, gaps, mean_waste, pow2_buckets, step_buckets
 from aot_lora.plan.cost import Estimate, check_limits, estimate, usable_cores
-from aot_lora.plan.plan import DTYPE_BYTES, Plan, build_plan, round_up
+from aot_lora.plan.plan import DTYPE_BYTES, LORA_PROGRAMS, Plan, build_plan, round_up
 from aot_lora.plan.variants import Module, TargetSpec, UserEntry, Variant
 
 __all__ = [
     "DTYPE_BYTES",
+    "LORA_PROGRAMS",
     "Axis",
     "Estimate",
     "Module",

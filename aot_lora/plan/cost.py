@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aot_lora.errors import PlanError
 from aot_lora.plan.plan import Plan
 
-# Core-seconds to trace, lower, compile and write one LoRA variant, and stored bytes of it:
-# measured with tools/bench/warmup.py on 2 x86-64 cores. An estimate, never a promise.
+# Core-seconds to trace, lower, compile and write one LoRA variant, start of the workers included,
+# and stored bytes of it. cpu and tpu: cold warmups of cpu/quickstart and tpu-v6e/llama-3.1-8b on
+# 2 x86-64 cores, as `tools/bench/warmup.py second` prints them. cuda: gpu-h200/llama-3.1-8b on an
+# H200 with jax 0.11.2, one worker, most of it autotuning. An estimate, never a promise.
 _PER_VARIANT = {
-    "cpu": (0.06, 6_000),
-    "tpu": (0.20, 90_000),
-    "cuda": (0.60, 20_000),
+    "cpu": (0.08, 5_000),
+    "tpu": (0.42, 65_000),
+    "cuda": (0.41, 9_400),
 }
 
 
@@ -34,6 +37,7 @@ def usable_cores() -> int:
 def estimate(*, platform: str, variants: int, cores: int) -> Estimate:
     """Estimates a cold warmup of `variants` variants on `cores` cores."""
     core_seconds, variant_bytes = _PER_VARIANT[platform]
+    cores = 1 if platform == "cuda" else cores  # see `warmup.run`: one worker per GPU
     return Estimate(
         seconds=round(core_seconds * variants / cores, 1),
         store_bytes=variant_bytes * variants,
@@ -41,8 +45,20 @@ def estimate(*, platform: str, variants: int, cores: int) -> Estimate:
     )
 
 
-def check_limits(plan: Plan, *, platform: str, max_variants: int, max_store_bytes: int) -> None:
+def check_limits(
+    plan: Plan,
+    *,
+    platform: str,
+    max_variants: int,
+    max_store_bytes: int,
+    place: Callable[[str], str] = "limits.{}".format,
+) -> None:
     """Refuses a plan that is larger than its config allows, before any compile.
+
+    Args:
+      plan: the plan; platform: what it is compiled for.
+      max_variants, max_store_bytes: the limits.
+      place: where the limit of a name stands.
 
     Raises:
       PlanError: too many variants, or too many estimated store bytes.
@@ -57,7 +73,7 @@ def check_limits(plan: Plan, *, platform: str, max_variants: int, max_store_byte
     if count > max_variants:
         raise PlanError(
             "the plan has too many variants",
-            where="limits.variants",
+            where=place("variants"),
             expected=f"at most {max_variants:,} variants",
             found=size,
             next_step=next_step,
@@ -65,7 +81,7 @@ def check_limits(plan: Plan, *, platform: str, max_variants: int, max_store_byte
     if cost.store_bytes > max_store_bytes:
         raise PlanError(
             "the plan needs too many bytes in the store",
-            where="limits.store_bytes",
+            where=place("store_bytes"),
             expected=f"at most {max_store_bytes / 2**20:,.0f} MiB",
             found=size,
             next_step=next_step,

@@ -29,9 +29,8 @@ def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[
     own = [(p.relative_to(_PACKAGE), p) for part in _OWN for p in (_PACKAGE / part).rglob("*.py")]
     digests = {"source of aot_lora": _digest((path.as_posix(), file) for path, file in own)}
     for entry in plan.user:
-        files = source_files(entry, config=config)
         top = entry.entry.partition(":")[0].partition(".")[0]
-        digests[f"source of {top}"] = _digest((_inside(path, top), path) for path in files)
+        digests[f"source of {top}"] = _digest(source_files(entry, config=config))
     folder = config.absolute().parent
     for glob in extra:
         matches = sorted(path for path in folder.glob(glob) if path.is_file())
@@ -48,8 +47,11 @@ def search_path(config: Path) -> list[str]:
     return [str(config.absolute().parent), str(Path.cwd()), *sys.path]
 
 
-def source_files(entry: UserEntry, *, config: Path) -> tuple[Path, ...]:
+def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
     """The Python files of the entry's top-level package or module, without importing it.
+
+    Returns:
+      (name from the top-level package on, file), the same wherever that is installed.
 
     Raises:
       ProgramError: there is no such module.
@@ -65,14 +67,8 @@ def source_files(entry: UserEntry, *, config: Path) -> tuple[Path, ...]:
         )
     if spec.submodule_search_locations:
         roots = [Path(root) for root in spec.submodule_search_locations]
-        return tuple(sorted(path for root in roots for path in root.rglob("*.py")))
-    return (Path(str(spec.origin)),)
-
-
-def _inside(path: Path, top: str) -> str:
-    """The file's name from its top-level package on, wherever that is installed."""
-    parts = path.parts
-    return "/".join(parts[parts.index(top) :]) if top in parts else path.name
+        return [(p.relative_to(root).as_posix(), p) for root in roots for p in root.rglob("*.py")]
+    return [(top, Path(str(spec.origin)))]
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:

@@ -26,7 +26,7 @@ def load_entry(entry: UserEntry, *, config: Path) -> Callable[[Point, Context], 
             sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ProgramError(
             f"cannot import `{module_name}`: {type(error).__name__}: {error}",
             where=f"programs: {entry.entry}",
@@ -50,7 +50,7 @@ def build(
     """
     try:
         program: Any = function(Point(tokens=variant.tokens, lanes=variant.lanes), context)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ProgramError(
             f"the program raised {type(error).__name__}: {error}", where=variant.name
         ) from error

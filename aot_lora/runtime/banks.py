@@ -123,6 +123,12 @@ class Banks:
                 found=f"A {a.dtype}, B {b.dtype}",
                 next_step="cast them once, in numpy",
             )
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise OutOfPlanError(
+                f"weights of {name} of layer {layer} are not all finite",
+                expected="no NaN and no infinity: one would reach other adapters' rows",
+                next_step="check how the adapter was trained or converted",
+            )
         if rank > self._plan.adapter_lanes.buckets[-1]:
             raise OutOfPlanError(
                 f"rank {rank} of {name} of layer {layer} is outside the plan",

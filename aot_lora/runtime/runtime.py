@@ -12,7 +12,7 @@ import numpy as np
 
 from aot_lora.config import Config, load_config
 from aot_lora.errors import OutOfPlanError, UnsupportedError
-from aot_lora.plan import Plan, TargetSpec, Variant
+from aot_lora.plan import Axis, Plan, TargetSpec
 from aot_lora.runtime import guard
 from aot_lora.runtime.banks import Banks
 from aot_lora.runtime.batch import Batch, make_batch
@@ -74,6 +74,14 @@ class Runtime:
             }
             for entry in plan.user
         }
+        self._token_buckets = _every_length(plan.tokens)
+        self._lane_buckets = {**_every_length(plan.lanes), 0: 0}
+        # Plain tuples: making and hashing a Variant costs more than the rest of a lookup.
+        self._kernels = {
+            (v.program, v.tokens, v.lanes, v.dims): executable
+            for v, executable in self._executables.items()
+        }
+        self._dtype = jax.numpy.dtype(plan.dtype)
         self._modules = {module.name: module for module in plan.modules}
         self.banks = Banks(plan, self._executables.__getitem__, device)
         self._sealed_as = f"sealed by Runtime.open({str(config.path)!r})"
@@ -141,21 +149,17 @@ class Runtime:
         Raises:
           OutOfPlanError: no such program, or a shape outside the plan.
         """
-        plan = self._plan
         if lanes is None:
-            lanes = (
-                slots
-                * (plan.adapter_lanes.bucket(rank) if rank else plan.adapter_lanes.buckets[-1])
-                if slots
-                else 0
-            )
-        bucket = (plan.tokens.bucket(tokens), plan.lanes.bucket(lanes) if lanes else 0)
+            one = self._plan.adapter_lanes
+            lanes = slots * (one.bucket(rank) if rank else one.buckets[-1]) if slots else 0
         try:
-            return self._tables[program][bucket]
+            return self._tables[program][self._token_buckets[tokens], self._lane_buckets[lanes]]
         except KeyError:
-            raise self._not_found(program, bucket) from None
+            raise self._not_found(program, tokens, lanes) from None
 
-    def _not_found(self, program: str, bucket: tuple[int, int]) -> OutOfPlanError:
+    def _not_found(self, program: str, tokens: int, lanes: int) -> OutOfPlanError:
+        plan = self._plan
+        bucket = (plan.tokens.bucket(tokens), plan.lanes.bucket(lanes) if lanes else 0)
         if program not in self._tables:
             return OutOfPlanError(
                 f"no program `{program}`", expected=f"one of {sorted(self._tables)}"
@@ -225,14 +229,13 @@ class Runtime:
         return Padded(expand(y, h, b_bank, batch.blocks, batch.slots), batch.count)
 
     def _kernel(self, program: str, batch: Batch, dim: tuple[str, int]) -> Any:
-        variant = Variant(program=program, tokens=batch.tokens, lanes=batch.lanes, dims=(dim,))
-        return self._executables[variant]
+        return self._kernels[program, batch.tokens, batch.lanes, (dim,)]
 
     def _rows(
         self, name: str, rows: np.ndarray | jax.Array | None, batch: Batch, width: int
     ) -> jax.Array:
         """`rows` on the device in the batch's bucket; padded on the host, in numpy."""
-        dtype = jax.numpy.dtype(self._plan.dtype)
+        dtype = self._dtype
         if rows is None:
             return jax.device_put(np.zeros((batch.tokens, width), dtype), self.device)
         on_device = isinstance(rows, jax.Array)
@@ -250,6 +253,14 @@ class Runtime:
         padded = np.zeros((batch.tokens, width), dtype)
         padded[:count] = rows
         return jax.device_put(padded, self.device)
+
+
+def _every_length(axis: Axis) -> dict[int, int]:
+    """Each length's bucket, written out: a lookup then takes 0.2 us instead of 0.4."""
+    found: dict[int, int] = {}
+    for bucket in axis.buckets:
+        found.update(dict.fromkeys(range(len(found), bucket + 1), bucket))
+    return found
 
 
 def _target_here(config: Config) -> tuple[TargetSpec, Any]:

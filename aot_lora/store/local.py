@@ -87,18 +87,33 @@ class LocalStore:
             )
         return data
 
-    def write_artifact(self, key: str, data: bytes) -> None:
-        """Writes an artifact file whole or not at all.
+    def is_whole(self, key: str) -> bool:
+        """Whether there is an artifact of this key with all its bytes as they were written."""
+        try:
+            artifact.check(self.read_artifact(key), where=str(self.artifact_path(key)))
+        except IntegrityError:
+            return False
+        return True
+
+    def write_artifact(self, key: str, data: bytes) -> bytes:
+        """Writes an artifact file whole or not at all; the first writer of a key wins.
+
+        Returns:
+          What is stored: `data`, or what another worker wrote for the same key before.
 
         Raises:
           StoreError: the disk is full, the store is read-only, ...
         """
-        _write_atomic(self.artifact_path(key), data)
+        path = self.artifact_path(key)
+        _write_atomic(path, data, place=_link)
+        return self.read_artifact(key)
 
     def set_aside(self, key: str) -> Path | None:
         """Moves a damaged artifact out of the way, into ``damaged/``; None where there is none."""
         path = self.artifact_path(key)
         aside = self.root / "damaged" / path.name
+        if not path.exists():
+            return None
         try:
             aside.parent.mkdir(parents=True, exist_ok=True)
             path.replace(aside)
@@ -185,7 +200,19 @@ class LocalStore:
             lock.release()
 
 
-def _write_atomic(path: Path, data: bytes) -> None:
+def _link(temporary: Path, path: Path) -> None:
+    """Gives the file its name unless another has it; two variants may share an executable."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # A file system without hard links.
+        temporary.replace(path)
+
+
+def _write_atomic(
+    path: Path, data: bytes, *, place: Callable[[Path, Path], object] = Path.replace
+) -> None:
     """Temp file in the same folder, fsync, rename."""
     temporary: Path | None = None
     try:
@@ -197,7 +224,7 @@ def _write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o644)
-        temporary.replace(path)
+        place(temporary, path)
     except OSError as error:
         raise _store_error(error, path) from None
     finally:

@@ -61,20 +61,24 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
       IntegrityError: not a manifest of this format.
     """
     try:
-        return _MANIFESTS.validate_json(data)
+        manifest = _MANIFESTS.validate_json(data)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise IntegrityError(
-            "the manifest cannot be read",
-            where=where,
-            found=str(problem["msg"]),
-            next_step="run `aot-lora warmup` with the same config: it writes a new one",
-        ) from None
+        found = str(error.errors(include_url=False)[0]["msg"])
+    else:
+        if manifest.format == FORMAT:
+            return manifest
+        found = f"format {manifest.format}, not {FORMAT}"
+    raise IntegrityError(
+        "the manifest cannot be read",
+        where=where,
+        found=found,
+        next_step="run `aot-lora warmup` with the same config: it writes a new one",
+    )
 
 
 def dump_entry(entry: Entry) -> bytes:
-    """One line of a journal."""
-    return _ENTRIES.dump_json(entry) + b"\n"
+    """One line of a journal; it starts afresh after a line that a kill cut short."""
+    return b"\n" + _ENTRIES.dump_json(entry)
 
 
 def parse_journal(data: bytes) -> tuple[Entry, ...]:

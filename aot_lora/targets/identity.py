@@ -39,7 +39,7 @@ _SILENT_JAX = (
     "JAX_TRACEBACK",
     "JAX_LOG",
     "JAX_LOGGING",
-    "JAX_DEBUG",
+    "JAX_DEBUG_LOG",
     "JAX_DUMP",
     "JAX_EXPLAIN_CACHE_MISSES",
     "JAX_CHECK_TRACER_LEAKS",
@@ -86,7 +86,13 @@ def _device_kind(target: TargetSpec) -> str:
 
 
 def _flags(text: str, silent: tuple[str, ...]) -> str:
-    return " ".join(sorted(flag for flag in text.split() if not flag.startswith(silent)))
+    """The flags that count, sorted; of one given twice, the last, which is the one that holds."""
+    text = text.strip()
+    if text and not text.startswith("-"):  # Then XLA reads its flags from a file of that name.
+        file = Path(text)
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    last = {flag.partition("=")[0]: flag for flag in text.split()}
+    return " ".join(sorted(flag for flag in last.values() if not flag.startswith(silent)))
 
 
 def _version(package: str, *, required: bool = True) -> str:

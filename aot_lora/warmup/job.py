@@ -110,17 +110,20 @@ def build(variant: Variant) -> Built:
             raw_bytes=len(raw),
         )
         data = artifacts.pack(header, raw)
-        worker.store.write_artifact(key, data)
+        data = worker.store.write_artifact(key, data)
     entry = Entry(variant=variant.name, key=key, digest=artifacts.digest_of(data), bytes=len(data))
     return Built(entry=entry, compiled=compiled, seconds=time.perf_counter() - began)
 
 
 def _stored(store: LocalStore, key: str) -> bytes | None:
-    """The artifact's bytes where it is stored and whole; a damaged one is set aside."""
+    """The artifact's bytes where it is stored, whole and this key's; another is set aside."""
     try:
         data = store.read_artifact(key)
-        artifacts.unpack(data, where=str(store.artifact_path(key)))
+        header = artifacts.unpack(data, where=str(store.artifact_path(key))).header
     except IntegrityError:
+        store.set_aside(key)
+        return None
+    if key_of(header.parts) != key:
         store.set_aside(key)
         return None
     return data

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import CancelledError, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext
 from typing import Any, Protocol, cast
 
 from pebble import ProcessExpired, ProcessPool
@@ -169,7 +172,8 @@ def _whole_entries(
         try:
             store.read_entry(entry)
         except IntegrityError:
-            aside = store.set_aside(entry.key)
+            # A whole one that another warmup rebuilt stays: the worker takes or refuses it.
+            aside = None if store.is_whole(entry.key) else store.set_aside(entry.key)
             if aside is not None:
                 progress.set_aside(str(aside))
             continue
@@ -186,10 +190,11 @@ def _build_all(
         max_tasks=_VARIANTS_PER_WORKER,
         initializer=start,
         initargs=(job,),
-        context=cast("Any", multiprocessing.get_context("spawn")),
+        context=cast("Any", _Spawn()),
     ) as pool:
         try:
-            futures: dict[Any, Variant] = {pool.schedule(build, args=(v,)): v for v in variants}
+            with _interrupts_held_back():
+                futures: dict[Any, Variant] = {pool.schedule(build, args=(v,)): v for v in variants}
             for future in as_completed(futures):
                 variant = futures[future]
                 try:
@@ -203,6 +208,32 @@ def _build_all(
         except BaseException:
             pool.stop()
             raise
+
+
+class _Spawn(SpawnContext):
+    """Holds its locks: pebble drops them before it stops workers that may still be starting."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def RLock(self) -> Any:  # noqa: N802
+        lock = super().RLock()
+        self._held.append(lock)
+        return lock
+
+
+@contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """Ctrl-C waits, and never reaches the processes and threads that are started inside.
+
+    It is the parent's to handle, and a worker cannot ignore it before its imports are done.
+    """
+    resource_tracker.ensure_running()  # Else it starts inside, and lifts the mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _died(variant: Variant, error: ProcessExpired) -> ProgramError:

@@ -1,0 +1,50 @@
+"""A tiny config with a store of its own; no test needs an accelerator."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # Before anything imports jax.
+os.environ.pop("AOT_LORA_CACHE", None)  # A store of the caller's is not for tests.
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("shared host", deadline=None)  # A compile, or a busy core, is no bug.
+settings.load_profile("shared host")
+
+TINY = """\
+model: {q_proj: [16, 16], down_proj: [32, 16]}
+target: {platform: cpu}
+lora: {modules: all-linear, ranks: [8], slots: [0, 1, 2], max_adapters: 2, dtype: float32}
+tokens: {budget: 8, buckets: [8]}
+store: {root: store}
+"""
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a config into `tmp_path`: `TINY`, with top-level keys or texts replaced."""
+
+    def write(text: str = TINY, *, name: str = "tiny.yaml", **lines: str) -> Path:
+        kept = [line for line in text.splitlines() if line.partition(":")[0] not in lines]
+        path = tmp_path / name
+        path.write_text("\n".join([*kept, *(f"{k}: {v}" for k, v in lines.items()), ""]))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def tiny_config(write_config: Callable[..., Path]) -> Path:
+    """A CPU config of thirteen small variants; its store is the folder `store` beside it."""
+    return write_config()
+
+
+@pytest.fixture
+def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates that no new measurement moves: 2 core-seconds and 1 MiB a variant, 4 cores."""
+    monkeypatch.setattr("aot_lora.plan.cost._PER_VARIANT", {"cpu": (2.0, 2**20)})
+    for module in ("aot_lora.plan.cost", "aot_lora.cli.plan"):
+        monkeypatch.setattr(f"{module}.usable_cores", lambda: 4)

@@ -1,0 +1,326 @@
+"""Fingerprints move with what a program does, and with nothing around it; what cannot be traced
+says why.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from syrupy.assertion import SnapshotAssertion
+
+from aot_lora.config import load_config
+from aot_lora.lowering.check import trace_all
+from aot_lora.lowering.trace import Trace, prepare_tracing, trace
+from aot_lora.plan import Variant
+from aot_lora.programs.spec import Program
+
+ROOT = Path(__file__).parents[1]
+
+# --- What must not move it -----------------------------------------------------------------------
+
+ENGINE = '''\
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from aot_lora import Program, kernels
+
+NAMES = {"gate", "up", "down", "out", "query"}
+
+
+def double(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2 + jnp.where(x_ref[...] > 0, 1.0, 0.0)
+
+
+def xla(x):
+    """Two named calls and a loop, each of which writes its own name or place into a trace."""
+    inner = jax.jit(lambda y: jnp.tanh(y) @ y.T)
+    return {name: jax.lax.fori_loop(0, 3, lambda i, y: inner(y), x) for name in sorted(NAMES)}
+
+
+def mosaic(x):
+    return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def step(point, context, fn):
+    return Program(fn=fn, args=(context.array(128, 128, dtype="float32"),))
+
+
+xla_step = functools.partial(step, fn=xla)
+mosaic_step = functools.partial(step, fn=mosaic)
+'''
+
+CONFIG = """\
+model: {q_proj: [128, 128]}
+target: {platform: tpu, topology: "v6e:1x1"}
+lora: {ranks: [8], slots: [0], max_adapters: 1, dtype: float32}
+tokens: {budget: 128, buckets: [128]}
+programs: [{entry: "engine:xla_step"}, {entry: "engine:mosaic_step"}]
+"""
+
+TRACE = """
+import json, sys
+from aot_lora.config import load_config
+from aot_lora.lowering.check import trace_all
+lines, errors = trace_all(load_config(sys.argv[1]))
+assert not errors, errors
+print(json.dumps({name: line.fingerprint for name, line in lines["tpu"].items()}))
+"""
+
+
+def traced_in(folder: Path, *, source: str = ENGINE, **changes: Any) -> dict[str, str]:
+    """Fingerprints of the engine in `folder`, from a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "engine.py").write_text(source)
+    (folder / "tpu.yaml").write_text(CONFIG)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACE, str(folder / "tpu.yaml")],
+        cwd=changes.get("cwd", folder),
+        env={**environ, **changes.get("environ", {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("engine")
+    return folder, traced_in(folder)
+
+
+@pytest.mark.parametrize("moved", ["folder", "lines", "hash seed", "working directory"])
+def test_surroundings_do_not_move_a_fingerprint(
+    moved: str, first: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """CASES 28."""
+    folder, before = first
+    match moved:
+        case "folder":
+            after = traced_in(tmp_path / "another" / "place")
+        case "lines":
+            lined = ENGINE.replace("\n\n\ndef ", "\n\n\n# A comment.\n\n\ndef ")
+            lined = lined.replace("    return", "\n    # Another.\n    return")
+            after = traced_in(folder, source=lined)
+        case "hash seed":
+            after = traced_in(folder, environ={"PYTHONHASHSEED": "1"})
+        case _:
+            after = traced_in(folder, cwd=tmp_path)
+
+    assert after == before
+
+
+def test_a_changed_pallas_kernel_moves_its_own_fingerprint_only(
+    first: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """CASES 30; and what does not move above is not for want of looking."""
+    before = first[1]
+    after = traced_in(tmp_path, source=ENGINE.replace("x_ref[...] * 2", "x_ref[...] * 3"))
+
+    assert {name for name in before if after[name] != before[name]} == {"mosaic_step/t128-l0"}
+
+
+# --- What must move it ---------------------------------------------------------------------------
+
+F32 = jax.ShapeDtypeStruct((4,), "float32")
+
+
+def traced(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Trace:
+    prepare_tracing()
+    program = Program(fn=fn, args=args, donate=donate)
+    return trace(Variant(program="step", tokens=4), program, platform="cpu")
+
+
+def line(one: Trace) -> tuple[str, str]:
+    """What a lock holds of a trace."""
+    return one.fingerprint, str(one.signature)
+
+
+def add(x: Any, y: Any) -> Any:
+    return x + y
+
+
+BASE = traced(add, F32, F32)
+CHANGED = {
+    "code": traced(lambda x, y: x - y, F32, F32),
+    "constant": traced(lambda x, y: x + y + 1, F32, F32),
+    "shape": traced(add, *[jax.ShapeDtypeStruct((5,), "float32")] * 2),
+    "dtype": traced(add, *[jax.ShapeDtypeStruct((4,), "bfloat16")] * 2),
+    "weak type": traced(add, F32, jax.ShapeDtypeStruct((4,), "float32", weak_type=True)),
+    "donation": traced(add, F32, F32, donate=(0,)),
+    "python scalar": traced(add, F32, 1.0),
+    "integer": traced(add, F32, jax.ShapeDtypeStruct((4,), "int32")),
+    "results": traced(lambda x, y: {"sum": x + y}, F32, F32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_what_a_program_is_moves_its_line(change: str) -> None:
+    assert line(CHANGED[change]) != line(BASE)
+
+
+@pytest.mark.parametrize(
+    ("change", "signature"),
+    [
+        ("code", "x: f32[4], y: f32[4] -> f32[4]"),
+        ("dtype", "x: bf16[4], y: bf16[4] -> bf16[4]"),
+        ("weak type", "x: f32[4], y: ~f32[4] -> f32[4]"),
+        ("donation", "donated x: f32[4], y: f32[4] -> f32[4]"),
+        ("integer", "x: f32[4], y: i32[4] -> f32[4]"),
+        ("python scalar", "x: f32[4], y: ~f32[] -> f32[4]"),
+    ],
+)
+def test_the_signature_names_the_argument_and_what_differs(change: str, signature: str) -> None:
+    """CASES 29."""
+    assert str(CHANGED[change].signature) == signature
+
+
+@pytest.mark.parametrize("second", [F32, 1.0, np.ones(4, "float32")])
+def test_the_variants_name_and_the_device_compiled_for_do_not(second: Any) -> None:
+    program = Program(fn=add, args=(F32, second))
+    on_device = trace(
+        Variant(program="other", tokens=9), program, platform="cpu", device=jax.devices()[0]
+    )
+
+    assert line(on_device) == line(traced(add, F32, second))
+
+
+# --- What cannot be traced -----------------------------------------------------------------------
+
+USER = """\
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from aot_lora import Program
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+def program(fn, *args):
+    return lambda point, context: Program(fn=fn, args=args or (context.array(point.tokens),))
+
+
+def printing(x):
+    jax.debug.print("{}", x)
+    return x
+
+
+def looping_callback(x):
+    same = lambda y: jax.pure_callback(lambda z: z, jax.typeof(y), y)
+    return jax.lax.fori_loop(0, 3, lambda i, y: same(y), x)
+
+
+def raises(point, context):
+    raise ValueError("no such layer")
+
+
+def wrong_return(point, context):
+    return {"fn": printing}
+
+
+def wrong_arguments():
+    return None
+
+
+not_a_function = 3
+printed = program(printing)
+called_back = program(looping_callback)
+named_tuple = program(lambda x: Pair(x, x))
+random_key = program(lambda key: key, jax.eval_shape(lambda: jax.random.key(0)))
+raises_while_traced = program(lambda x: x if x[0] > 0 else -x)
+wrong_shapes = program(lambda x: x + jnp.ones(3))
+not_an_array = program(lambda x: "text")
+wrong_donation = lambda point, context: Program(fn=jnp.sin, args=(context.array(4),), donate=(3,))
+good = program(jnp.sin)
+"""
+
+BAD_PROGRAMS = [
+    "absent",
+    "called_back",
+    "named_tuple",
+    "not_a_function",
+    "not_an_array",
+    "printed",
+    "raises",
+    "raises_while_traced",
+    "random_key",
+    "wrong_arguments",
+    "wrong_donation",
+    "wrong_return",
+    "wrong_shapes",
+]
+
+
+@pytest.fixture
+def errors_of(
+    write_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """Traces an entry of a user's module beside `good`; returns what was wrong, for each point."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    unique = "user" + "".join(filter(str.isalnum, tmp_path.name))  # Modules are imported once.
+
+    def errors_of(entry: str, *, source: str = USER) -> list[str]:
+        (tmp_path / f"{unique}.py").write_text(source)
+        path = write_config(
+            target="[{platform: cpu}, {platform: tpu, topology: 'v6e:1x1'}]",
+            programs=f"[{{entry: '{unique}:good'}}, {{entry: '{entry.replace('user', unique)}'}}]",
+        )
+        lines, errors = trace_all(load_config(path))
+        traced = {name for found in lines.values() for name in found}
+        assert {name.partition("/")[0] for name in traced} <= {"good"}
+        return [str(e).replace(f"{tmp_path}/", "").replace(unique, "user") for e in errors.values()]
+
+    return errors_of
+
+
+@pytest.mark.parametrize("program", BAD_PROGRAMS)
+def test_a_bad_user_program_says_which_variant_and_why_on_every_platform(
+    program: str, errors_of: Callable[..., list[str]], snapshot: SnapshotAssertion
+) -> None:
+    errors = errors_of(f"user:{program}")
+    own = [error for error in errors if " cannot be traced: " not in error]
+
+    assert len(errors) == 2 * 3  # Two platforms, and lanes 0, 8 and 16; `good` was traced.
+    assert errors[3:] == errors[:3]
+    # What JAX says is JAX's to change, after its first line.
+    assert (own or errors)[0].splitlines()[: None if own else 1] == snapshot
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def (", "SyntaxError: "),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_user_module_that_cannot_be_imported(
+    source: str, why: str, errors_of: Callable[..., list[str]]
+) -> None:
+    errors = errors_of("user:step", source=source)
+
+    assert errors[-1].startswith(f"programs: user:step: cannot import `user`: {why}")
+    assert errors[-1].endswith("\n  next: import it in Python and mend what it raises")
+
+
+def test_a_user_module_that_does_not_exist(errors_of: Callable[..., list[str]]) -> None:
+    assert errors_of("no_such.aot:step")[-1].startswith(
+        "programs: no_such.aot:step: cannot import `no_such.aot`: ModuleNotFoundError: "
+    )
