@@ -114,10 +114,6 @@ class StoreError(UnsupportedError):
     """The store cannot be read or written on this host (full, read-only, no permission)."""
 
 
-class CompileFailed(AotLoraError):
-    """One or more variants could not be compiled; the others are in the store."""
-
-
 class RecompileError(AotLoraError):
     """A sealed process was asked to compile. Raised before XLA starts."""
 

@@ -221,7 +221,7 @@ def test_a_changed_program_is_a_miss_that_says_so(copy: Path) -> None:
         Runtime.open(copy)
 
 
-def test_a_target_that_this_host_lacks_is_refused(served: Path, copy: Path) -> None:
+def test_a_target_that_this_host_lacks_is_refused(copy: Path) -> None:
     copy.write_text(copy.read_text().replace("{platform: cpu}", "{platform: cuda}"))
     if not any(device.platform == "gpu" for device in jax.devices()):
         with pytest.raises(UnsupportedError, match="no cuda device on this host") as caught:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
+from rich import progress as rich_progress
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
@@ -21,17 +21,17 @@ from rich.progress import (
 from aot_lora import errors
 from aot_lora.cli.options import common, emit, note, read_config, size
 from aot_lora.errors import AotLoraError
-from aot_lora.plan import TargetSpec, Variant
-from aot_lora.warmup import Report, warmup
+from aot_lora.plan import TargetSpec
+from aot_lora.warmup import Progress, Report, warmup
 from aot_lora.warmup.job import Built
 
 
-class _Bar:
+class _Bar(Progress):
     """A progress bar on a terminal; a few lines on stderr elsewhere."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        self.bar = Progress(
+        self.bar = rich_progress.Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -61,8 +61,7 @@ class _Bar:
         if self._task is not None:
             self.bar.advance(self._task)
 
-    def failed(self, variant: Variant, error: AotLoraError) -> None:
-        del variant
+    def failed(self, error: AotLoraError) -> None:
         self._say(f"failed: {error}")
         if self._task is not None:
             self.bar.advance(self._task)
@@ -90,11 +89,11 @@ def command(config: str, store: str | None, form: str, debug: bool, jobs: int | 
     with bar.bar if bar.live else nullcontext():
         report = warmup(loaded, jobs=jobs, progress=bar)
     if form == "json":
-        emit({**asdict(report), "failed": len(report.failed)})
+        emit(asdict(replace(report, failed=())) | {"failed": len(report.failed)})
     else:
         _show(report, str(loaded.store_root))
     sys.stdout.flush()
-    return errors.EXIT_INTERNAL if report.failed else errors.EXIT_OK
+    return report.failed[0].exit_code if report.failed else errors.EXIT_OK
 
 
 def _show(report: Report, root: str) -> None:

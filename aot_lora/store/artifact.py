@@ -62,8 +62,16 @@ class Artifact:
     digest: str
 
     def raw(self) -> bytes:
-        """The executable's PJRT bytes."""
-        return zstd.decompress(self.payload)
+        """The executable's PJRT bytes.
+
+        Raises:
+          IntegrityError: the payload is not of the size that the header names.
+        """
+        raw = zstd.decompress(self.payload)
+        if len(raw) != self.header.raw_bytes:
+            found = f"{len(raw)} bytes, not {self.header.raw_bytes}"
+            raise _damaged(self.header.variant, "its payload has another size", found)
+        return raw
 
 
 def pack(header: Header, raw: bytes) -> bytes:

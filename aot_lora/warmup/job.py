@@ -35,11 +35,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What became of a variant. `seconds` is the worker's time for it."""
+    """What became of a variant.
+
+    Args:
+      entry: its artifact.
+      compiled: whether it had to be.
+      seconds: the worker's time for it.
+      set_aside: where a damaged artifact of its key went, or empty.
+    """
 
     entry: Entry
     compiled: bool
     seconds: float
+    set_aside: str
 
 
 class _Worker:
@@ -101,6 +109,7 @@ def build(variant: Variant) -> Built:
     key = key_of(parts)
     data = _stored(worker.store, key)
     compiled = data is None
+    aside = worker.store.set_aside(key) if compiled else None
     if data is None:
         raw = _jax_compat.serialize(_compile(variant, found.lowered))
         header = artifacts.Header(
@@ -109,24 +118,20 @@ def build(variant: Variant) -> Built:
             signature=found.signature,
             raw_bytes=len(raw),
         )
-        data = artifacts.pack(header, raw)
-        data = worker.store.write_artifact(key, data)
+        data = worker.store.write_artifact(key, artifacts.pack(header, raw))
     entry = Entry(variant=variant.name, key=key, digest=artifacts.digest_of(data), bytes=len(data))
-    return Built(entry=entry, compiled=compiled, seconds=time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Built(entry=entry, compiled=compiled, seconds=seconds, set_aside=str(aside or ""))
 
 
 def _stored(store: LocalStore, key: str) -> bytes | None:
-    """The artifact's bytes where it is stored, whole and this key's; another is set aside."""
+    """The artifact's bytes where it is stored, whole and this key's."""
     try:
         data = store.read_artifact(key)
         header = artifacts.unpack(data, where=str(store.artifact_path(key))).header
     except IntegrityError:
-        store.set_aside(key)
         return None
-    if key_of(header.parts) != key:
-        store.set_aside(key)
-        return None
-    return data
+    return data if key_of(header.parts) == key else None
 
 
 def _compile(variant: Variant, lowered: Any) -> Any:

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Generator, Iterator
-from concurrent.futures import CancelledError, as_completed
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnContext
-from typing import Any, Protocol, cast
-
-from pebble import ProcessExpired, ProcessPool
 
 from aot_lora.config import Config
-from aot_lora.errors import AotLoraError, IntegrityError, ProgramError, StoreError
+from aot_lora.errors import AotLoraError, IntegrityError
 from aot_lora.plan import TargetSpec, Variant, usable_cores
 from aot_lora.store import Entry, LocalStore, Manifest
 from aot_lora.store.manifest import FORMAT
 from aot_lora.store.warm import WarmIdentity
-from aot_lora.warmup.job import Built, Job, build, start
-
-# A worker is replaced after this many variants, so that compilers that keep memory give it back.
-_VARIANTS_PER_WORKER = 400
+from aot_lora.warmup.job import Built, Job
+from aot_lora.warmup.pool import build_all
 
 
-class Progress(Protocol):
-    """Told what happens; the command line draws a bar from it."""
-
-    def begin(self, target: TargetSpec, *, total: int, reused: int) -> None: ...
-    def waiting(self, target: TargetSpec) -> None: ...
-    def built(self, built: Built) -> None: ...
-    def failed(self, variant: Variant, error: AotLoraError) -> None: ...
-    def set_aside(self, path: str) -> None: ...
-
-
-class Quiet:
-    """A `Progress` that says nothing."""
+class Progress:
+    """Told what happens; says nothing itself. The command line draws a bar from it."""
 
     def begin(self, target: TargetSpec, *, total: int, reused: int) -> None:
-        """Says nothing."""
+        """A target's warmup begins: `reused` of its `total` variants are stored and whole."""
 
     def waiting(self, target: TargetSpec) -> None:
-        """Says nothing."""
+        """Another warmup is writing to the store."""
 
     def built(self, built: Built) -> None:
-        """Says nothing."""
+        """A variant's artifact is stored."""
 
-    def failed(self, variant: Variant, error: AotLoraError) -> None:
-        """Says nothing."""
+    def failed(self, error: AotLoraError) -> None:
+        """A variant has no artifact; the error names it."""
 
     def set_aside(self, path: str) -> None:
-        """Says nothing."""
+        """A damaged artifact was moved to `path`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +42,7 @@ class Report:
     Args:
       points: of the plan's grid; variants: executables they fold into.
       traced, compiled: how many variants were; reused: how many needed no compile.
-      failed: (variant, reason) of those that have no artifact.
+      failed: why variants have no artifact; each error names its variant.
       seconds: wall time; bytes: size of the plan's artifacts on disk.
     """
 
@@ -71,7 +51,7 @@ class Report:
     traced: int
     compiled: int
     reused: int
-    failed: tuple[tuple[str, str], ...]
+    failed: tuple[AotLoraError, ...]
     seconds: float
     bytes: int
 
@@ -96,7 +76,7 @@ def warmup(
       UnsupportedError: this host cannot compile for a target, or the store cannot be written.
     """
     began = time.perf_counter()
-    reports = [_warm_target(config, t, jobs, progress or Quiet()) for t in config.targets]
+    reports = [_warm_target(config, t, jobs, progress or Progress()) for t in config.targets]
     return Report(
         points=sum(report.points for report in reports),
         variants=sum(report.variants for report in reports),
@@ -122,18 +102,20 @@ def _warm_target(
         missing = [variant for variant in variants if variant.name not in entries]
         progress.begin(target, total=len(variants), reused=reused)
         compiled = 0
-        failed: list[tuple[str, str]] = []
+        failed: list[AotLoraError] = []
         if missing:
             job = Job(config=config, target=target, parts=warm.target_parts)
             workers = min(jobs or _default_jobs(target), len(missing))
-            for variant, outcome in _build_all(job, missing, workers):
+            for variant, outcome in build_all(job, missing, workers):
                 if isinstance(outcome, AotLoraError):
-                    failed.append((variant.name, str(outcome)))
-                    progress.failed(variant, outcome)
+                    failed.append(outcome)
+                    progress.failed(outcome)
                     continue
                 entries[variant.name] = outcome.entry
                 store.append_journal(warm.identity, outcome.entry)
                 compiled += outcome.compiled
+                if outcome.set_aside:
+                    progress.set_aside(outcome.set_aside)
                 progress.built(outcome)
         ordered = tuple(entries[v.name] for v in variants if v.name in entries)
         if not failed and (missing or not store.manifest_path(warm.identity).exists()):
@@ -161,12 +143,12 @@ def _default_jobs(target: TargetSpec) -> int:
 def _whole_entries(
     store: LocalStore, warm: WarmIdentity, variants: tuple[Variant, ...], progress: Progress
 ) -> Iterator[tuple[str, Entry]]:
-    """Entries of the manifest or journal whose artifacts are whole; others are set aside."""
+    """Entries of the manifest and journal whose artifacts are whole; others are set aside."""
     try:
         manifest = store.read_manifest(warm.identity)
     except IntegrityError:
         manifest = None
-    entries = manifest.entries if manifest else store.read_journal(warm.identity)
+    entries = (*(manifest.entries if manifest else ()), *store.read_journal(warm.identity))
     names = {variant.name for variant in variants}
     for entry in entries:
         try:
@@ -179,70 +161,3 @@ def _whole_entries(
             continue
         if entry.variant in names:
             yield entry.variant, entry
-
-
-def _build_all(
-    job: Job, variants: list[Variant], workers: int
-) -> Iterator[tuple[Variant, Built | AotLoraError]]:
-    """Builds variants in worker processes; one that dies takes only its own variant with it."""
-    with ProcessPool(
-        max_workers=workers,
-        max_tasks=_VARIANTS_PER_WORKER,
-        initializer=start,
-        initargs=(job,),
-        context=cast("Any", _Spawn()),
-    ) as pool:
-        try:
-            with _interrupts_held_back():
-                futures: dict[Any, Variant] = {pool.schedule(build, args=(v,)): v for v in variants}
-            for future in as_completed(futures):
-                variant = futures[future]
-                try:
-                    yield variant, future.result()
-                except ProgramError as error:
-                    yield variant, error
-                except ProcessExpired as error:
-                    yield variant, _died(variant, error)
-                except CancelledError:
-                    continue
-        except BaseException:
-            pool.stop()
-            raise
-
-
-class _Spawn(SpawnContext):
-    """Holds its locks: pebble drops them before it stops workers that may still be starting."""
-
-    def __init__(self) -> None:
-        self._held: list[Any] = []
-
-    def RLock(self) -> Any:  # noqa: N802
-        lock = super().RLock()
-        self._held.append(lock)
-        return lock
-
-
-@contextmanager
-def _interrupts_held_back() -> Generator[None]:
-    """Ctrl-C waits, and never reaches the processes and threads that are started inside.
-
-    It is the parent's to handle, and a worker cannot ignore it before its imports are done.
-    """
-    resource_tracker.ensure_running()  # Else it starts inside, and lifts the mask.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _died(variant: Variant, error: ProcessExpired) -> ProgramError:
-    return ProgramError(
-        "the compiler ended its process",
-        where=variant.name,
-        found=f"exit code {error.exitcode}",
-        next_step="the other variants are built; run warmup again to retry this one alone",
-    )
-
-
-__all__ = ["Progress", "Quiet", "Report", "StoreError", "warmup"]

@@ -1,0 +1,88 @@
+"""The worker processes: all cores, and one that dies takes only its own variant with it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Generator, Iterator
+from concurrent.futures import CancelledError, as_completed
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext
+from typing import Any, cast
+
+from pebble import ProcessExpired, ProcessPool
+
+from aot_lora.errors import AotLoraError, ProgramError
+from aot_lora.plan import Variant
+from aot_lora.warmup.job import Built, Job, build, start
+
+# A worker is replaced after this many variants, so that compilers that keep memory give it back.
+_VARIANTS_PER_WORKER = 400
+
+
+def build_all(
+    job: Job, variants: list[Variant], workers: int
+) -> Iterator[tuple[Variant, Built | AotLoraError]]:
+    """Builds variants in worker processes, in the order in which they are done.
+
+    Raises:
+      AotLoraError: whatever concerns more than one variant, such as a full disk.
+    """
+    with ProcessPool(
+        max_workers=workers,
+        max_tasks=_VARIANTS_PER_WORKER,
+        initializer=start,
+        initargs=(job,),
+        context=cast("Any", _Spawn()),
+    ) as pool:
+        try:
+            with _interrupts_held_back():
+                futures: dict[Any, Variant] = {pool.schedule(build, args=(v,)): v for v in variants}
+            for future in as_completed(futures):
+                variant = futures[future]
+                try:
+                    yield variant, future.result()
+                except ProgramError as error:
+                    yield variant, error
+                except ProcessExpired as error:
+                    yield variant, _died(variant, error)
+                except CancelledError:
+                    continue
+        except BaseException:
+            pool.stop()
+            raise
+
+
+class _Spawn(SpawnContext):
+    """Holds its locks: pebble drops them before it stops workers that may still be starting."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def RLock(self) -> Any:  # noqa: N802
+        lock = super().RLock()
+        self._held.append(lock)
+        return lock
+
+
+@contextmanager
+def _interrupts_held_back() -> Generator[None]:
+    """Ctrl-C waits, and never reaches the processes and threads that are started inside.
+
+    It is the parent's to handle, and a worker cannot ignore it before its imports are done.
+    """
+    resource_tracker.ensure_running()  # Else it starts inside, and lifts the mask.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _died(variant: Variant, error: ProcessExpired) -> AotLoraError:
+    return AotLoraError(
+        "the compiler ended its process",
+        where=variant.name,
+        found=f"exit code {error.exitcode}",
+        next_step="the other variants are built; run warmup again to retry this one alone",
+    )
