@@ -7,7 +7,6 @@ from serving import artifacts_in, cli, manifest_of, store_of, warm
 
 from aot_lora import Runtime, errors, load_config
 from aot_lora.lowering.check import trace_all
-from aot_lora.store import artifact as artifacts
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.tpu_compile
@@ -47,7 +46,7 @@ def test_each_generation_is_compiled_and_says_so(few: Path, topology: str) -> No
 
     manifest, store = manifest_of(few), store_of(few)
     headers = {
-        entry.variant: artifacts.unpack(store.read_entry(entry), where=entry.key).header
+        entry.variant: store.read_entry(entry).header
         for entry in manifest.entries
     }
     assert manifest.parts["device kind"] == KINDS[topology]

@@ -12,7 +12,6 @@ from aot_lora.config import Config
 from aot_lora.errors import AotLoraError, IntegrityError
 from aot_lora.plan import TargetSpec
 from aot_lora.store import LocalStore
-from aot_lora.store import artifact as artifacts
 from aot_lora.store.coverage import check_coverage, check_header, find_manifest
 from aot_lora.store.key import shorten
 from aot_lora.store.warm import WarmIdentity
@@ -55,13 +54,11 @@ def _verify(config: Config, target: TargetSpec) -> tuple[list[int], list[AotLora
     sizes: list[int] = []
     damaged: list[AotLoraError] = []
     for entry in manifest.entries:
-        where = str(store.artifact_path(entry.key))
         try:
-            data = store.read_entry(entry)
-            header = artifacts.unpack(data, where=where).header
-            check_header(header, expected, where=where)
+            header = store.read_entry(entry).header
+            check_header(header, expected, where=str(store.artifact_path(entry.key)))
         except IntegrityError as error:
             damaged.append(error)
             continue
-        sizes.append(len(data))
+        sizes.append(entry.bytes)
     return sizes, damaged

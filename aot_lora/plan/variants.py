@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Variant:
-    """One executable of a plan.
+class Variant(NamedTuple):
+    """One executable of a plan. A tuple, because a lookup makes and hashes one.
 
     Args:
       program: the program's name, for instance ``lora_shrink``.

@@ -13,7 +13,6 @@ from aot_lora.config import Config
 from aot_lora.errors import UnsupportedError
 from aot_lora.plan import TargetSpec, usable_cores
 from aot_lora.store import Entry, LocalStore
-from aot_lora.store import artifact as artifacts
 from aot_lora.store.coverage import check_coverage, check_header, find_manifest
 from aot_lora.store.key import shorten
 from aot_lora.store.warm import WarmIdentity
@@ -64,7 +63,6 @@ def _without_collecting() -> Generator[None]:
 
 
 def _load(store: LocalStore, entry: Entry, expected: Mapping[str, str], device: Any) -> Any:
-    where = str(store.artifact_path(entry.key))
-    artifact = artifacts.unpack(store.read_entry(entry), where=where)
-    check_header(artifact.header, expected, where=where)
+    artifact = store.read_entry(entry)
+    check_header(artifact.header, expected, where=str(store.artifact_path(entry.key)))
     return _jax_compat.load(artifact.raw(), artifact.header.signature, device)

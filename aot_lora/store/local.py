@@ -68,24 +68,24 @@ class LocalStore:
         except OSError as error:
             raise _store_error(error, path) from None
 
-    def read_entry(self, entry: Entry) -> bytes:
-        """The bytes of the artifact that an entry names, checked against its digest.
+    def read_entry(self, entry: Entry) -> artifact.Artifact:
+        """The artifact that an entry names, checked against its digest.
 
         Raises:
           IntegrityError: missing, damaged, or other bytes than the entry names.
         """
         data = self.read_artifact(entry.key)
         where = str(self.artifact_path(entry.key))
-        artifact.check(data, where=where)
-        if artifact.digest_of(data) != entry.digest:
+        found = artifact.unpack(data, where=where)
+        if found.digest != entry.digest:
             raise IntegrityError(
                 "the artifact is another one than the manifest names",
                 where=where,
                 expected=f"SHA-256 {entry.digest[:16]}…",
-                found=f"SHA-256 {artifact.digest_of(data)[:16]}…",
+                found=f"SHA-256 {found.digest[:16]}…",
                 next_step="run `aot-lora warmup` with the same config",
             )
-        return data
+        return found
 
     def is_whole(self, key: str) -> bool:
         """Whether there is an artifact of this key with all its bytes as they were written."""
