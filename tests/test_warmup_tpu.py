@@ -45,10 +45,7 @@ def test_each_generation_is_compiled_and_says_so(few: Path, topology: str) -> No
     assert (report["variants"], report["compiled"], report["failed"]) == (6, 6, 0)
 
     manifest, store = manifest_of(few), store_of(few)
-    headers = {
-        entry.variant: store.read_entry(entry).header
-        for entry in manifest.entries
-    }
+    headers = {entry.variant: store.read_entry(entry).header for entry in manifest.entries}
     assert manifest.parts["device kind"] == KINDS[topology]
     assert {header.parts["device kind"] for header in headers.values()} == {KINDS[topology]}
     assert {header.parts["topology"] for header in headers.values()} == {topology}

@@ -15,7 +15,7 @@ from aot_lora.plan.plan import Plan
 # H200 with jax 0.11.2, one worker, most of it autotuning. An estimate, never a promise.
 _PER_VARIANT = {
     "cpu": (0.08, 5_000),
-    "tpu": (0.42, 65_000),
+    "tpu": (0.48, 64_000),
     "cuda": (0.41, 9_400),
 }
 

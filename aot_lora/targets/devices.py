@@ -36,7 +36,7 @@ def host_device(target: TargetSpec) -> Any:
         raise UnsupportedError(
             f"no {target.platform} device on this host",
             expected=str(target),
-            found=f"{jax.default_backend()}; {_first_line(error)}",
+            found=_first_line(error),
             next_step=f"run this on a host with such a device, with jax[{target.platform}]",
         ) from None
     return device

@@ -19,5 +19,5 @@ def worker_environment(target: TargetSpec) -> dict[str, str]:
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
     if target.platform == "cuda":
-        return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        return {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return {"JAX_PLATFORMS": "cpu"}

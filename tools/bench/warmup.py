@@ -1,7 +1,8 @@
 """Warmup as a whole process: what a second one costs, how it uses the cores, its memory.
 
     python tools/bench/warmup.py second --preset tpu-v6e/llama-3.1-8b
-    python tools/bench/warmup.py cores --platform tpu
+    python tools/bench/warmup.py cores --platform cpu
+    python tools/bench/warmup.py cores --config tools/bench/tpu-v6e-excerpt.yaml --rounds 1
     python tools/bench/warmup.py memory --platform cpu
 
 Goals: the second warmup of a preset takes under 2 % of the cold one; all cores reach 0.85 x cores
@@ -62,15 +63,17 @@ def use_of_cores(options: argparse.Namespace) -> None:
     }
     rounds: dict[str, list[float]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(prefix="aot-lora-bench-") as name:
-        config = write_config(Path(name), variants=options.variants, platform=options.platform)
+        config = options.config or str(
+            write_config(Path(name), variants=options.variants, platform=options.platform)
+        )
         for number in range(options.rounds):
             for way, (arguments, affinity) in ways.items():
                 store = Path(name) / f"{number}-{way.replace(' ', '-')}"
-                took = _run(str(config), store, *arguments, affinity=affinity)
+                took = _run(config, store, *arguments, affinity=affinity)
                 rounds[way].append(took.seconds / took.report["variants"])
                 note(f"{way}: {took.seconds:.1f} s, {took.core_seconds:.1f} core-seconds")
     best = {way: min(took) for way, took in rounds.items()}
-    case = f"warmup/cores/{options.platform}-{options.variants}"
+    case = f"warmup/cores/{Path(config).stem}"
     ours = best.pop("all cores")
     for way, peer in best.items():
         emit(
@@ -144,6 +147,7 @@ def main() -> None:
     part = parts.add_parser("cores")
     part.add_argument("--platform", choices=("cpu", "tpu"), default="cpu")
     part.add_argument("--variants", type=int, choices=(120, 200, 1000), default=120)
+    part.add_argument("--config", help="instead of generated small shapes")
     part.add_argument("--rounds", type=int, default=3)
     part.set_defaults(run=use_of_cores)
     part = parts.add_parser("memory")
