@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from aot_lora.plan.axes import Axis
 from aot_lora.plan.variants import Module, UserEntry, Variant
@@ -69,8 +68,7 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 of everything the plan says; equal plans have equal digests."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(repr(self).encode()).hexdigest()  # names every field, nested ones too
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
