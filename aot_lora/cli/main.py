@@ -62,9 +62,6 @@ def run(arguments: list[str]) -> int:
             traceback.print_exc()
         _say(str(error))
         return error.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()
-        return errors.EXIT_OK
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -49,11 +49,11 @@ def make_batch(
       device: where the arrays go.
 
     Raises:
-      OutOfPlanError: no rows, more rows than the budget, a slot that is not resident, or more
-        lanes than the largest bucket.
+      OutOfPlanError: more rows than the budget, a slot that holds no adapter, or more lanes than
+        the largest bucket.
     """
     rows = np.asarray(slots)
-    if rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
+    if rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
         raise OutOfPlanError(
             "slots are not a row of integers",
             expected="[tokens] integers, -1 for no adapter",
@@ -71,10 +71,9 @@ def make_batch(
             next_step="load the adapter before a batch names its slot",
         )
     if not active:
-        nothing = Batch(
+        return Batch(
             count=count, tokens=tokens, lanes=0, single=False, slots=None, blocks=None, owners=None
         )
-        return nothing
     blocks = [block for slot in active for block in owned[slot]]
     owners = [slot for slot in active for _ in owned[slot]]
     single = 1 in plan.slots and len(active) == 1 and bool((rows != -1).all())
