@@ -313,3 +313,14 @@ def test_sources_that_match_nothing(write_config: Callable[..., Path], tmp_path:
 
     with pytest.raises(ConfigError, match=r"`\*\.nothing` matches no file"):
         warm_identity(path.parent)
+
+
+def test_a_neighbour_of_a_single_file_counts(write_config: Callable[..., Path]) -> None:
+    path = write_config(programs="[{entry: 'alone:step'}]")
+    (path.parent / "alone.py").write_text("import layers\n")
+    neighbour = path.parent / "layers.py"
+    neighbour.write_text("width = 1\n")
+    before = warm_identity(path.parent).parts
+    neighbour.write_text("width = 2\n")
+    after = warm_identity(path.parent).parts
+    assert [name for name in before if before[name] != after[name]] == ["source of alone"]

@@ -19,6 +19,7 @@ from aot_lora.config import load_config
 from aot_lora.lowering.check import trace_all
 from aot_lora.lowering.trace import Trace, prepare_tracing, trace
 from aot_lora.plan import Variant
+from aot_lora.programs.catalog import Catalog
 from aot_lora.programs.spec import Program
 
 ROOT = Path(__file__).parents[1]
@@ -324,3 +325,13 @@ def test_a_user_module_that_does_not_exist(errors_of: Callable[..., list[str]]) 
     assert errors_of("no_such.aot:step")[-1].startswith(
         "programs: no_such.aot:step: cannot import `no_such.aot`: ModuleNotFoundError: "
     )
+
+
+def test_the_kernels_lower_to_the_same_program_for_every_platform(tiny_config: Path) -> None:
+    """So numbers checked on a CPU are those of the program that a TPU compiler is given."""
+    config = load_config(tiny_config)
+    catalog = Catalog(config.plan, config.targets[0], config=config.path)
+    for variant in config.plan.variants:
+        program = catalog.program(variant)
+        prints = {trace(variant, program, platform=p).fingerprint for p in ("cpu", "tpu", "cuda")}
+        assert len(prints) == 1, variant.name

@@ -137,7 +137,10 @@ class TokensSection(Strict):
 
 
 class ProgramEntry(Strict):
-    """A user's own program: ``{entry: "my_engine.aot:decode_step"}``."""
+    """A user's own program: ``{entry: "my_engine.aot:decode_step"}``.
+
+    `sources` are globs, from the config's folder, of files outside its package that it depends on.
+    """
 
     entry: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None

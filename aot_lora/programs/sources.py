@@ -12,7 +12,8 @@ from aot_lora.errors import ConfigError, ProgramError
 from aot_lora.plan import Plan, UserEntry
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_OWN = ("kernels", "lowering", "programs")
+# Whatever has a say in what is traced, compiled or written. A change costs traces, not compiles.
+_OWN = ("kernels/**/*.py", "lowering/*.py", "programs/*.py", "targets/*.py", "_jax_compat.py")
 
 
 def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[str, str]:
@@ -26,7 +27,7 @@ def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[
     Raises:
       ProgramError: a user module does not exist; ConfigError: a glob matches nothing.
     """
-    own = [(p.relative_to(_PACKAGE), p) for part in _OWN for p in (_PACKAGE / part).rglob("*.py")]
+    own = [(p.relative_to(_PACKAGE), p) for glob in _OWN for p in _PACKAGE.glob(glob)]
     digests = {"source of aot_lora": _digest((path.as_posix(), file) for path, file in own)}
     for entry in plan.user:
         top = entry.entry.partition(":")[0].partition(".")[0]
@@ -48,7 +49,10 @@ def search_path(config: Path) -> list[str]:
 
 
 def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
-    """The Python files of the entry's top-level package or module, without importing it.
+    """The Python files that an entry may depend on, without importing it.
+
+    They are all of its top-level package, or for a single file all in its folder. Anything else
+    that it imports is the user's to name, with `sources:`.
 
     Returns:
       (name from the top-level package on, file), the same wherever that is installed.
@@ -68,7 +72,8 @@ def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
     if spec.submodule_search_locations:
         roots = [Path(root) for root in spec.submodule_search_locations]
         return [(p.relative_to(root).as_posix(), p) for root in roots for p in root.rglob("*.py")]
-    return [(top, Path(str(spec.origin)))]
+    # A single file may import its neighbours: better a trace too many than a stale executable.
+    return [(path.name, path) for path in Path(str(spec.origin)).parent.glob("*.py")]
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:
