@@ -9,7 +9,8 @@ each supported one.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -68,6 +69,36 @@ def refuse_callbacks(traced: Any) -> None:
             # A Pallas kernel prints on the device, not in Python.
             if equation.primitive.name != "pallas_call":
                 pending += core.jaxprs_in_params(equation.params)
+
+
+@contextmanager
+def config_kept(where: str, *, silent: tuple[str, ...]) -> Generator[None]:
+    """Refuses a block that changes `jax.config`, and takes its changes back.
+
+    What is set in code is in no key: another process would trace or compile something else.
+
+    Args:
+      where: what runs inside, for the error.
+      silent: prefixes of the options' environment names that cannot change an executable.
+
+    Raises:
+      ProgramError: an option changed; names it.
+    """
+    before = dict(jax.config.values)
+    try:
+        yield
+    finally:
+        changed = [name for name, value in jax.config.values.items() if value != before.get(name)]
+        changed = [name for name in changed if not name.upper().startswith(silent)]
+        for name in changed:
+            jax.config.update(name, before[name])
+    if changed:
+        raise ProgramError(
+            f"it changes jax.config: {', '.join(changed)}",
+            where=where,
+            expected="options that aot-lora can see: they are part of an executable's key",
+            next_step=f"set {changed[0].upper()} in the environment of warmup and server instead",
+        )
 
 
 def _argument_names(lowered: Any, leaves: list[Any]) -> list[str]:

@@ -67,6 +67,10 @@ BAD = {
     "unknown policy": tokens("budget: 64, buckets: pow3"),
     "bytes without a unit we know": good(end="limits: {store_bytes: 8GB}\n"),
     "shape of one size": good("[16, 16]", "[16]"),
+    "size above int32": good("[16, 16]", "[16, 99999999999]"),
+    "nothing to compile": good("slots: [0, 2]", "slots: [0]"),
+    "source outside": good(end="programs: [{entry: 'a:b', sources: [/x.py]}]\n"),
+    "store with a zero byte": good(end='store: {root: "a\\0b"}\n'),
     # Empty lists.
     "no ranks": good("ranks: [8]", "ranks: []"),
     "no slots": good("slots: [0, 2]", "slots: []"),

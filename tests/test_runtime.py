@@ -549,3 +549,26 @@ def test_the_identity_in_the_error_is_the_one_on_disk(copy: Path) -> None:
     with pytest.raises(CoverageError, match=identity_of(copy)) as caught:
         Runtime.open(copy)
     assert caught.value.found == "no finished warmup of this config"
+
+
+def test_a_batch_made_before_its_slot_was_written_is_refused(rt: Runtime) -> None:
+    """Its blocks may hold another adapter's weights by then."""
+    load(rt, {0: 8, 1: 8})
+    mine, both = rt.batch(np.array([0, 0])), rt.batch(np.array([0, 1]))
+    x = floats(2, IN)
+    rt.banks.put(1, {("up", 1): pair(8)})
+    rt.apply("up", x, mine, layer=1)  # its own slot was not written
+
+    with pytest.raises(OutOfPlanError, match="slot 1 was written since this batch was made"):
+        rt.apply("up", x, both, layer=1)
+    rt.banks.reset(0)
+    with pytest.raises(OutOfPlanError, match="slot 0 was written since this batch was made"):
+        rt.apply("up", x, mine, layer=1)
+
+
+@pytest.mark.parametrize("weights", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(rt: Runtime, weights: float) -> None:
+    a, b = pair(8)
+    b[3, 5] = weights
+    with pytest.raises(OutOfPlanError, match="not all finite"):
+        rt.banks.put(0, {("up", 0): (a, b)})

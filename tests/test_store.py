@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from serving import artifacts_in, remount, tmpfs
 
 from aot_lora.errors import EXIT_UNSUPPORTED, IntegrityError, StoreError
+from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore, Manifest, manifest
+from aot_lora.store.artifact import Header, pack
+from aot_lora.store.key import key_of
 
 KEY = "ab" + "0" * 38
 GOLDEN = Path(__file__).parent / "golden" / "manifest-1.json"
@@ -220,3 +223,16 @@ def test_a_damaged_manifest_is_named_and_never_half_read(
     assert found in str(caught.value.found)
     assert "it writes a new one" in str(caught.value)
     assert store.manifests() == {}
+
+
+def test_a_whole_artifact_is_not_set_aside(store: LocalStore) -> None:
+    """Another worker may have mended it in between."""
+    parts = {"fingerprint": "1"}
+    signature = Signature(
+        function="f", inputs=(), outputs=(), donated=(), kept=(), in_tree="", out_tree=""
+    )
+    header = Header(variant="v/t1", parts=parts, signature=signature, raw_bytes=3)
+    store.write_artifact(key_of(parts), pack(header, b"raw"))
+
+    assert store.set_aside(key_of(parts)) is None
+    assert store.read(key_of(parts)).raw() == b"raw"

@@ -74,7 +74,7 @@ from aot_lora.config import load_config
 from aot_lora.lowering.check import trace_all
 lines, errors = trace_all(load_config(sys.argv[1]))
 assert not errors, errors
-print(json.dumps({name: line.fingerprint for name, line in lines["tpu"].items()}))
+print(json.dumps({name: line.fingerprint for name, line in lines["tpu v6e:1x1"].items()}))
 """
 
 
@@ -335,3 +335,44 @@ def test_the_kernels_lower_to_the_same_program_for_every_platform(tiny_config: P
         program = catalog.program(variant)
         prints = {trace(variant, program, platform=p).fingerprint for p in ("cpu", "tpu", "cuda")}
         assert len(prints) == 1, variant.name
+
+
+def test_a_module_that_changes_jax_config_is_refused_and_its_changes_are_taken_back(
+    errors_of: Callable[..., list[str]],
+) -> None:
+    """What it sets is in no key, and would reach the programs that are traced after it."""
+    change = "jax.config.update('jax_default_matmul_precision', 'highest')"
+    errors = errors_of("user:step", source=f"import jax\n{change}\n")
+
+    assert jax.config.jax_default_matmul_precision is None
+    assert len(errors) == 2 * 2 * 3  # Both entries are in the module, and no point of it passes.
+    assert all("it changes jax.config: jax_default_matmul_precision" in error for error in errors)
+    assert "set JAX_DEFAULT_MATMUL_PRECISION in the environment" in errors[0]
+
+
+def test_a_function_that_changes_jax_config_is_refused_too(
+    errors_of: Callable[..., list[str]],
+) -> None:
+    change = "jax.config.update('jax_default_matmul_precision', 'highest')"
+    errors = errors_of("user:step", source=USER + f"\ndef step(point, context):\n    {change}\n")
+
+    assert jax.config.jax_default_matmul_precision is None
+    assert len(errors) == 2 * 3
+    assert all("it changes jax.config" in error for error in errors)
+
+
+def test_each_target_is_traced(write_config: Callable[..., Path], tmp_path: Path) -> None:
+    """A user's program may look at its target."""
+    (tmp_path / "aims.py").write_text(
+        "import jax.numpy as jnp\nfrom aot_lora import Program\n\n"
+        "def step(point, context):\n"
+        "    fn = jnp.sin if context.target.topology == 'v6e:1x1' else jnp.cos\n"
+        "    return Program(fn=fn, args=(context.array(point.tokens),))\n"
+    )
+    targets = "[{platform: tpu, topology: 'v6e:1x1'}, {platform: tpu, topology: 'v5e:1x1'}]"
+    path = write_config(target=targets, programs="[{entry: 'aims:step'}]")
+    lines, errors = trace_all(load_config(path))
+
+    assert not errors
+    one, other = (set(lines[f"tpu {name}:1x1"].values()) for name in ("v6e", "v5e"))
+    assert not one & other

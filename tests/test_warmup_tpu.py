@@ -53,10 +53,10 @@ def test_each_generation_is_compiled_and_says_so(few: Path, topology: str) -> No
     lines, failed = trace_all(load_config(few))  # As the lock is made: without a topology.
     assert not failed
     assert {name: header.parts["fingerprint"] for name, header in headers.items()} == {
-        name: line.fingerprint for name, line in lines["tpu"].items()
+        name: line.fingerprint for name, line in lines[f"tpu {topology}"].items()
     }
     assert {name: str(header.signature) for name, header in headers.items()} == {
-        name: line.signature for name, line in lines["tpu"].items()
+        name: line.signature for name, line in lines[f"tpu {topology}"].items()
     }
 
     with pytest.raises(errors.UnsupportedError, match="no tpu device on this host"):

@@ -9,7 +9,7 @@ import click
 from aot_lora import errors
 from aot_lora.cli.options import common, emit, note, read_config, size
 from aot_lora.config import Config
-from aot_lora.errors import AotLoraError, IntegrityError
+from aot_lora.errors import AotLoraError
 from aot_lora.plan import TargetSpec
 from aot_lora.store import LocalStore
 from aot_lora.store.coverage import check_coverage, check_header, find_manifest
@@ -57,7 +57,7 @@ def _verify(config: Config, target: TargetSpec) -> tuple[list[int], list[AotLora
         try:
             header = store.read_entry(entry).header
             check_header(header, expected, where=str(store.artifact_path(entry.key)))
-        except IntegrityError as error:
+        except AotLoraError as error:
             damaged.append(error)
             continue
         sizes.append(entry.bytes)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NaturalInt = Annotated[int, Field(ge=0)]
+_MOST = 2**31 - 1  # sizes and positions are int32 on the device
+PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
+NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
 
 TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):[1-9]\d*(x[1-9]\d*){1,2}")
 
@@ -142,9 +143,9 @@ class ProgramEntry(Strict):
     `sources` are globs, from the config's folder, of files outside its package that it depends on.
     """
 
-    entry: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    entry: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
-    sources: list[str] = []
+    sources: list[Annotated[str, Field(pattern=r"^[^/\x00][^\x00]*$")]] = []
 
     @property
     def program_name(self) -> str:
@@ -159,7 +160,7 @@ class LimitsSection(Strict):
     """What a plan may cost."""
 
     variants: PositiveInt = 2000
-    store_bytes: PositiveInt = 8 * 2**30
+    store_bytes: Annotated[int, Field(ge=1)] = 8 * 2**30
 
     @field_validator("store_bytes", mode="before")
     @classmethod
@@ -175,7 +176,7 @@ class LimitsSection(Strict):
 class StoreSection(Strict):
     """Where artifacts live; a relative path starts at the config file's folder."""
 
-    root: Annotated[str, Field(min_length=1)] | None = None
+    root: Annotated[str, Field(pattern=r"^[^\x00]+$")] | None = None
 
 
 Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]

@@ -16,23 +16,21 @@ Lines = dict[str, dict[str, LockLine]]
 def trace_all(
     config: Config, *, on_trace: Callable[[], None] = lambda: None
 ) -> tuple[Lines, dict[str, ProgramError]]:
-    """Traces the plan once per platform of the config's targets.
+    """Traces the plan once per target of the config.
 
     Args:
       config: from `load_config`.
       on_trace: called after each variant.
 
     Returns:
-      platform -> variant -> line, and the errors of those that cannot be traced, by
-      ``platform variant``.
+      target -> variant -> line, and the errors of those that cannot be traced, by
+      ``target variant``.
     """
     prepare_tracing()
     lines: Lines = {}
     errors: dict[str, ProgramError] = {}
     for target in config.targets:
-        if target.platform in lines:
-            continue
-        found = lines.setdefault(target.platform, {})
+        found = lines.setdefault(str(target), {})
         catalog = Catalog(config.plan, target, config=config.path)
         for variant in config.plan.variants:
             try:
@@ -41,6 +39,6 @@ def trace_all(
                     fingerprint=one.fingerprint, signature=str(one.signature)
                 )
             except ProgramError as error:
-                errors[f"{target.platform} {variant.name}"] = error
+                errors[f"{target} {variant.name}"] = error
             on_trace()
     return lines, errors

@@ -27,7 +27,7 @@ Traces = Mapping[str, Mapping[str, LockLine]]
 
 
 class Lock(BaseModel):
-    """The file: the digest of the plan it was written for, and platform -> variant -> line."""
+    """The file: the digest of the plan it was written for, and target -> variant -> line."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -56,7 +56,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Names are ``platform variant``.
+    """Names are ``target variant``.
 
     Args:
       stable: as locked.
@@ -85,7 +85,7 @@ def compare(
 
     Args:
       lock: the lock.
-      traces: platform -> variant -> line.
+      traces: target -> variant -> line.
       plan: the plan's digest.
       untraced: names of variants that could not be traced: neither stable nor stale.
     """
@@ -109,21 +109,19 @@ def compare(
 
 def _flat(traces: Traces) -> dict[str, LockLine]:
     return {
-        f"{platform} {name}": line
-        for platform, lines in traces.items()
-        for name, line in lines.items()
+        f"{target} {name}": line for target, lines in traces.items() for name, line in lines.items()
     }
 
 
 def dump_lock(traces: Traces, *, plan: str) -> str:
     """The text of a lock file: JSON, sorted, one line per variant."""
     sections: list[str] = []
-    for platform in sorted(traces):
+    for target in sorted(traces):
         lines = [
-            f"   {json.dumps(name)}: {json.dumps(traces[platform][name].model_dump())}"
-            for name in sorted(traces[platform])
+            f"   {json.dumps(name)}: {json.dumps(traces[target][name].model_dump())}"
+            for name in sorted(traces[target])
         ]
-        sections.append(f"  {json.dumps(platform)}: {{\n" + ",\n".join(lines) + "\n  }")
+        sections.append(f"  {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n  }")
     body = ",\n".join(sections)
     return (
         f'{{\n "format": {FORMAT},\n "plan": {json.dumps(plan)},\n "traces": {{\n{body}\n }}\n}}\n'

@@ -64,6 +64,12 @@ def check_limits(
       PlanError: too many variants, or too many estimated store bytes.
     """
     count = len(plan.variants)
+    if not count:
+        raise PlanError(
+            "the plan has no variants: without slots above 0 no LoRA program runs",
+            where=place("variants"),
+            next_step="list slots above 0, or a program of your own",
+        )
     cost = estimate(platform=platform, variants=count, cores=usable_cores())
     size = (
         f"{count:,} variants, about {cost.seconds:,.0f} s on {cost.cores} cores "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Iterable
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from aot_lora.errors import ConfigError, ProgramError
@@ -13,7 +14,7 @@ from aot_lora.plan import Plan, UserEntry
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Whatever has a say in what is traced, compiled or written. A change costs traces, not compiles.
-_OWN = ("kernels/**/*.py", "lowering/*.py", "programs/*.py", "targets/*.py", "_jax_compat.py")
+_OWN = ("kernels/**/*.py", "lowering/*.py", "programs/*.py", "targets/*.py", "*.py")
 
 
 def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[str, str]:
@@ -61,7 +62,7 @@ def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
       ProgramError: there is no such module.
     """
     top = entry.entry.partition(":")[0].partition(".")[0]
-    spec = PathFinder.find_spec(top, search_path(config))
+    spec = find_top(top, config=config)
     if spec is None or not (spec.origin or spec.submodule_search_locations):
         raise ProgramError(
             f"no module `{top}`",
@@ -72,8 +73,17 @@ def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
     if spec.submodule_search_locations:
         roots = [Path(root) for root in spec.submodule_search_locations]
         return [(p.relative_to(root).as_posix(), p) for root in roots for p in root.rglob("*.py")]
-    # A single file may import its neighbours: better a trace too many than a stale executable.
-    return [(path.name, path) for path in Path(str(spec.origin)).parent.glob("*.py")]
+    file = Path(str(spec.origin))
+    if str(file.parent) not in search_path(config)[:2]:
+        return [(file.name, file)]
+    # It may import its neighbours: better a trace too many than a stale executable.
+    return [(path.name, path) for path in file.parent.glob("*.py")]
+
+
+def find_top(name: str, *, config: Path) -> ModuleSpec | None:
+    """Where a top-level module would be imported from, without importing it."""
+    found = PathFinder.find_spec(name, search_path(config))
+    return found or importlib.util.find_spec(name)  # editable installs have finders of their own
 
 
 def _digest(files: Iterable[tuple[str, Path]]) -> str:

@@ -17,6 +17,9 @@ Weights = Mapping[tuple[str, int], tuple[np.ndarray, np.ndarray]]
 class Banks:
     """The A and B banks of every module of every layer, and who owns which blocks.
 
+    Writes take over the buffers that reads use: the caller keeps `put` and `reset` apart from
+    `Runtime.apply` and from steps that take `arrays`.
+
     Args:
       plan: sizes and buckets.
       programs: `bank_write` and `bank_reset`, looked up by variant.
@@ -81,13 +84,12 @@ class Banks:
                 next_step="unload an adapter, or raise lora.resident_lanes and warm up",
             )
         self.reset(slot)
-        blocks = tuple(self._free.pop() for _ in range(needed))
+        blocks = self.owned[slot] = tuple(self._free.pop() for _ in range(needed))
         indices = self._indices(blocks, lanes)
         for key, (a, b) in weights.items():
             program = self._programs(self._variant("bank_write", key[0], lanes))
             padded = jax.device_put((_pad(a, lanes), _pad(b, lanes)), self._device)
             self.arrays[key] = program(*self.arrays[key], *padded, indices)
-        self.owned[slot] = blocks
 
     def reset(self, slot: int) -> None:
         """Empties a slot: its lanes are zeroed and free again. An empty slot stays empty."""

@@ -24,6 +24,7 @@ class Batch:
       tokens: token bucket T.
       lanes: lane bucket L; 0 where no row has an adapter.
       single: whether every row has the same adapter, so that no mask is needed.
+      held: the slots in the batch and the blocks that each held when it was made.
       slots: [T] int32; blocks: [L / quantum] int32; owners: [L / quantum] int32, on the
         device; None where `lanes` is 0.
     """
@@ -32,6 +33,7 @@ class Batch:
     tokens: int
     lanes: int
     single: bool
+    held: tuple[tuple[int, tuple[int, ...]], ...]
     slots: Any
     blocks: Any
     owners: Any
@@ -72,10 +74,18 @@ def make_batch(
         )
     if not active:
         return Batch(
-            count=count, tokens=tokens, lanes=0, single=False, slots=None, blocks=None, owners=None
+            count=count,
+            tokens=tokens,
+            lanes=0,
+            single=False,
+            held=(),
+            slots=None,
+            blocks=None,
+            owners=None,
         )
-    blocks = [block for slot in active for block in owned[slot]]
-    owners = [slot for slot in active for _ in owned[slot]]
+    held = tuple((slot, owned[slot]) for slot in active)
+    blocks = [block for _, theirs in held for block in theirs]
+    owners = [slot for slot, theirs in held for _ in theirs]
     single = 1 in plan.slots and len(active) == 1 and bool((rows != -1).all())
     axis = plan.adapter_lanes if single else plan.lanes
     lanes = axis.bucket(len(blocks) * plan.quantum)
@@ -91,6 +101,7 @@ def make_batch(
         tokens=tokens,
         lanes=lanes,
         single=single,
+        held=held,
         slots=on_device[0],
         blocks=on_device[1],
         owners=on_device[2],

@@ -59,7 +59,7 @@ def _refuse(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
     name, arguments = _jax_compat.computation_text(computation)
     raise RecompileError(
         f"refused to compile `{name}`",
-        where=_reasons[-1] if _reasons else None,
+        where=", ".join(_reasons[-1:]) or None,
         expected="only lookups of warmed executables",
         found=f"a compile for arguments ({', '.join(arguments)})",
         next_step="warm this shape up, or do the work in numpy before the device sees it",

@@ -135,9 +135,15 @@ class Runtime:
           OutOfPlanError: no such program, or a shape outside the plan.
         """
         plan = self._plan
+        if slots < 0 or (rank is not None and rank < 1):
+            raise OutOfPlanError(
+                "slots or rank out of range",
+                expected="slots of 0 or more, rank of 1 or more",
+                found=f"slots={slots}, rank={rank}",
+            )
         if lanes is None:
             one = plan.adapter_lanes
-            lanes = slots * (one.bucket(rank) if rank else one.buckets[-1]) if slots else 0
+            lanes = slots * (one.buckets[-1] if rank is None else one.bucket(rank))
         variant = Variant(
             program, plan.tokens.bucket(tokens), plan.lanes.bucket(lanes) if lanes else 0
         )
@@ -193,19 +199,19 @@ class Runtime:
         Raises:
           OutOfPlanError: module, layer, shape or dtype outside the plan.
         """
-        key = (module, layer)
-        if key not in self.banks.arrays:
+        shape = self._modules.get(module)
+        if shape is None or not 0 <= layer < self._plan.layers:
             raise OutOfPlanError(
                 f"no bank for {module} of layer {layer}",
                 expected=f"{', '.join(self._modules)}; layers 0 to {self._plan.layers - 1}",
             )
-        shape = self._modules[module]
         batch = slots if isinstance(slots, Batch) else self.batch(slots)
         y = self._rows("base", base, batch, shape.o)
         rows = self._rows("x", x, batch, shape.d)
         if not batch.lanes:
             return Padded(y, batch.count)
-        a_bank, b_bank = self.banks.arrays[key]
+        self._require_current(batch)
+        a_bank, b_bank = self.banks.arrays[module, layer]
         suffix = "_single" if batch.single else ""
         shrink = self._kernel("lora_shrink" + suffix, batch, ("d", shape.d))
         expand = self._kernel("lora_expand" + suffix, batch, ("o", shape.o))
@@ -214,6 +220,17 @@ class Runtime:
             return Padded(expand(y, h, b_bank, batch.blocks), batch.count)
         h = shrink(rows, a_bank, batch.blocks, batch.owners, batch.slots)
         return Padded(expand(y, h, b_bank, batch.blocks, batch.slots), batch.count)
+
+    def _require_current(self, batch: Batch) -> None:
+        """A write gives a slot a new tuple of blocks: another tuple is another adapter."""
+        owned = self.banks.owned
+        for slot, blocks in batch.held:
+            if owned.get(slot) is not blocks:
+                raise OutOfPlanError(
+                    f"slot {slot} was written since this batch was made",
+                    expected="a batch made after the last put() or reset() of its slots",
+                    next_step="call batch() again: its blocks may be another adapter's now",
+                )
 
     def _kernel(self, program: str, batch: Batch, dim: tuple[str, int]) -> Any:
         return self._executables[Variant(program, batch.tokens, batch.lanes, (dim,))]

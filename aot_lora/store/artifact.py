@@ -60,6 +60,7 @@ class Artifact:
     header: Header
     payload: bytes
     digest: str
+    file_bytes: int
 
     def raw(self) -> bytes:
         """The executable's PJRT bytes.
@@ -118,7 +119,12 @@ def unpack(data: bytes, *, where: str) -> Artifact:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         raise _damaged(where, "its header is not valid", str(problem["msg"])) from None
-    return Artifact(header=header, payload=data[start:-_DIGEST_BYTES], digest=digest_of(data))
+    return Artifact(
+        header=header,
+        payload=data[start:-_DIGEST_BYTES],
+        digest=digest_of(data),
+        file_bytes=len(data),
+    )
 
 
 def _damaged(where: str, problem: str, found: str) -> IntegrityError:

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from aot_lora.errors import IntegrityError, StoreError
 from aot_lora.store import artifact
+from aot_lora.store.key import key_of
 from aot_lora.store.manifest import (
     Entry,
     Manifest,
@@ -87,13 +88,17 @@ class LocalStore:
             )
         return found
 
-    def is_whole(self, key: str) -> bool:
-        """Whether there is an artifact of this key with all its bytes as they were written."""
-        try:
-            artifact.check(self.read_artifact(key), where=str(self.artifact_path(key)))
-        except IntegrityError:
-            return False
-        return True
+    def read(self, key: str) -> artifact.Artifact:
+        """The artifact of a key, checked.
+
+        Raises:
+          IntegrityError: missing, damaged, or the artifact of another key.
+        """
+        where = str(self.artifact_path(key))
+        found = artifact.unpack(self.read_artifact(key), where=where)
+        if key_of(found.header.parts) != key:
+            raise IntegrityError("the artifact is of another key than its name", where=where)
+        return found
 
     def write_artifact(self, key: str, data: bytes) -> bytes:
         """Writes an artifact file whole or not at all; the first writer of a key wins.
@@ -109,9 +114,16 @@ class LocalStore:
         return self.read_artifact(key)
 
     def set_aside(self, key: str) -> Path | None:
-        """Moves a damaged artifact out of the way, into ``damaged/``; None where there is none."""
+        """Moves a damaged artifact out of the way, into ``damaged/``.
+
+        Returns:
+          Where it went; None where there is none, or where another worker has mended it.
+        """
         path = self.artifact_path(key)
         aside = self.root / "damaged" / path.name
+        with suppress(IntegrityError):
+            self.read(key)
+            return None
         if not path.exists():
             return None
         try:
@@ -239,6 +251,8 @@ def _store_error(error: OSError, path: Path) -> StoreError:
         errno.EDQUOT: ("the disk quota is used up", "free some space and run the command again"),
         errno.EROFS: ("the store is read-only", "name another one with --store"),
         errno.EACCES: ("no permission for the store", "check its owner, or name another --store"),
+        errno.EEXIST: ("the store is not a folder", "name a folder with --store"),
+        errno.ENOTDIR: ("the store is not a folder", "name a folder with --store"),
         errno.EPERM: ("no permission for the store", "check its owner, or name another --store"),
     }
     problem, step = reasons.get(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from aot_lora.errors import UnsupportedError
 from aot_lora.plan import TargetSpec
+from aot_lora.programs.options import SILENT_JAX
 
 # Device kinds as the TPU compiler's topologies name them; a test asks libtpu for the same.
 TPU_KINDS = {
@@ -30,21 +31,6 @@ _PLUGINS = {
 }
 # Flags that say where to write or what to print, and cannot change an executable.
 _SILENT_XLA = ("--xla_dump", "--xla_hlo_profile", "--xla_force_host_platform_device_count")
-_SILENT_JAX = (
-    "JAX_PLATFORMS",
-    "JAX_PLATFORM_NAME",
-    "JAX_COMPILATION_CACHE",
-    "JAX_ENABLE_COMPILATION_CACHE",
-    "JAX_PERSISTENT_CACHE",
-    "JAX_TRACEBACK",
-    "JAX_LOG",
-    "JAX_LOGGING",
-    "JAX_DEBUG_LOG",
-    "JAX_DUMP",
-    "JAX_EXPLAIN_CACHE_MISSES",
-    "JAX_CHECK_TRACER_LEAKS",
-    "JAX_INCLUDE_",
-)
 
 
 def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -72,7 +58,7 @@ def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> 
     parts["JAX environment"] = " ".join(
         f"{name}={value}"
         for name, value in sorted(environ.items())
-        if name.startswith("JAX_") and not name.startswith(_SILENT_JAX)
+        if name.startswith("JAX_") and not name.startswith(SILENT_JAX)
     )
     if target.platform == "cpu":
         parts["CPU features"] = cpu_features()

@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from aot_lora.config import Config
@@ -107,10 +108,8 @@ def build(variant: Variant) -> Built:
         **worker.job.parts,
     }
     key = key_of(parts)
-    data = _stored(worker.store, key)
-    compiled = data is None
-    aside = worker.store.set_aside(key) if compiled else None
-    if data is None:
+    stored, aside = _stored(worker.store, key)
+    if stored is None:
         raw = _jax_compat.serialize(_compile(variant, found.lowered))
         header = artifacts.Header(
             variant=variant.name,
@@ -119,19 +118,23 @@ def build(variant: Variant) -> Built:
             raw_bytes=len(raw),
         )
         data = worker.store.write_artifact(key, artifacts.pack(header, raw))
-    entry = Entry(variant=variant.name, key=key, digest=artifacts.digest_of(data), bytes=len(data))
-    seconds = time.perf_counter() - began
-    return Built(entry=entry, compiled=compiled, seconds=seconds, set_aside=str(aside or ""))
+        digest, size = artifacts.digest_of(data), len(data)
+    else:
+        digest, size = stored.digest, stored.file_bytes
+    return Built(
+        entry=Entry(variant=variant.name, key=key, digest=digest, bytes=size),
+        compiled=stored is None,
+        seconds=time.perf_counter() - began,
+        set_aside=str(aside or ""),
+    )
 
 
-def _stored(store: LocalStore, key: str) -> bytes | None:
-    """The artifact's bytes where it is stored, whole and this key's."""
+def _stored(store: LocalStore, key: str) -> tuple[artifacts.Artifact | None, Path | None]:
+    """The artifact where it is stored and whole; where a damaged one went."""
     try:
-        data = store.read_artifact(key)
-        header = artifacts.unpack(data, where=str(store.artifact_path(key))).header
+        return store.read(key), None
     except IntegrityError:
-        return None
-    return data if key_of(header.parts) == key else None
+        return None, store.set_aside(key)
 
 
 def _compile(variant: Variant, lowered: Any) -> Any:

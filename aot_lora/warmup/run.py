@@ -154,8 +154,7 @@ def _whole_entries(
         try:
             store.read_entry(entry)
         except IntegrityError:
-            # A whole one that another warmup rebuilt stays: the worker takes or refuses it.
-            aside = None if store.is_whole(entry.key) else store.set_aside(entry.key)
+            aside = store.set_aside(entry.key)
             if aside is not None:
                 progress.set_aside(str(aside))
             continue
