@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jax
@@ -138,6 +139,7 @@ def _tree_text(tree: Any) -> str:
         ) from None
 
 
+@cache  # the variants of a program share theirs
 def _tree(text: str) -> Any:
     registry = tree_util.default_registry
     return tree_util.PyTreeDef.deserialize_using_proto(registry, base64.b64decode(text))
