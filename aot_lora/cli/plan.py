@@ -40,7 +40,7 @@ def command(config: str, store: str | None, form: str, debug: bool, list_variant
         return
     _show(loaded, plan, waste)
     print(
-        f"estimate of a cold warmup: {seconds:.0f} s on {usable_cores()} cores, "
+        f"estimate of a cold warmup: {seconds:.0f} s on {max(cost.cores for cost in costs)} cores, "
         f"{size(store_bytes)} in {loaded.store_root}"
     )
     if list_variants:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Generator, Iterator
-from concurrent.futures import CancelledError, as_completed
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
@@ -20,9 +20,7 @@ from aot_lora.warmup.job import Built, Job, build, start
 _VARIANTS_PER_WORKER = 400
 
 
-def build_all(
-    job: Job, variants: list[Variant], workers: int
-) -> Iterator[tuple[Variant, Built | AotLoraError]]:
+def build_all(job: Job, variants: list[Variant], workers: int) -> Iterator[Built | AotLoraError]:
     """Builds variants in worker processes, in the order in which they are done.
 
     Raises:
@@ -39,15 +37,12 @@ def build_all(
             with _interrupts_held_back():
                 futures: dict[Any, Variant] = {pool.schedule(build, args=(v,)): v for v in variants}
             for future in as_completed(futures):
-                variant = futures[future]
                 try:
-                    yield variant, future.result()
+                    yield future.result()
                 except ProgramError as error:
-                    yield variant, error
+                    yield error
                 except ProcessExpired as error:
-                    yield variant, _died(variant, error)
-                except CancelledError:
-                    continue
+                    yield _died(futures[future], error)
         except BaseException:
             pool.stop()
             raise

@@ -29,7 +29,7 @@ class Progress:
         """A variant's artifact is stored."""
 
     def failed(self, error: AotLoraError) -> None:
-        """A variant has no artifact; the error names it."""
+        """A variant has no artifact; the error says why."""
 
     def set_aside(self, path: str) -> None:
         """A damaged artifact was moved to `path`."""
@@ -42,7 +42,7 @@ class Report:
     Args:
       points: of the plan's grid; variants: executables they fold into.
       traced, compiled: how many variants were; reused: how many needed no compile.
-      failed: why variants have no artifact; each error names its variant.
+      failed: one error for each variant that has no artifact.
       seconds: wall time; bytes: size of the plan's artifacts on disk.
     """
 
@@ -106,12 +106,12 @@ def _warm_target(
         if missing:
             job = Job(config=config, target=target, parts=warm.target_parts)
             workers = min(jobs or _default_jobs(target), len(missing))
-            for variant, outcome in build_all(job, missing, workers):
+            for outcome in build_all(job, missing, workers):
                 if isinstance(outcome, AotLoraError):
                     failed.append(outcome)
                     progress.failed(outcome)
                     continue
-                entries[variant.name] = outcome.entry
+                entries[outcome.entry.variant] = outcome.entry
                 store.append_journal(warm.identity, outcome.entry)
                 compiled += outcome.compiled
                 if outcome.set_aside:
