@@ -120,3 +120,19 @@ class RecompileError(AotLoraError):
 
 class OutOfPlanError(AotLoraError, LookupError):
     """A shape outside the plan; names the shape and the nearest bucket."""
+
+
+class CapacityError(OutOfPlanError):
+    """It does not fit beside what is there now; it may later. Nothing has changed."""
+
+
+class AdapterError(AotLoraError):
+    """An adapter that cannot be served: unsupported, at odds with itself or with the plan."""
+
+    exit_code = EXIT_USAGE
+
+
+class DamagedAdapterError(AdapterError, IntegrityError):
+    """An adapter's files are missing, cut short or not what their headers say."""
+
+    exit_code = EXIT_INTEGRITY

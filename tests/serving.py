@@ -48,7 +48,7 @@ def step(point, context):
     x, weights = array(point.tokens, 16), [layer] * plan.layers
     if not point.lanes:
         return Program(fn=plain, args=(x, weights))
-    banks = [{m.name: context.banks(m.d, m.o) for m in plan.modules}] * plan.layers
+    banks = {m.name: context.banks(m) for m in plan.modules}
     batch = context.batch(point.tokens, point.lanes)
     return Program(
         fn=adapted, args=(x, weights, banks, (batch.blocks, batch.owners, batch.slots))
@@ -63,11 +63,11 @@ def plain(x, weights):
 
 def adapted(x, weights, banks, batch):
     blocks, owners, slots = batch
-    for layer, bank in zip(weights, banks, strict=True):
+    for n, layer in enumerate(weights):
         def project(name):
-            a_bank, b_bank = bank[name]
-            h = lora_shrink(x, a_bank, blocks, owners, slots)
-            return lora_expand(x @ layer[name], h, b_bank, blocks, slots)
+            a_bank, b_bank = banks[name]
+            h = lora_shrink(x, a_bank, n, blocks, owners, slots)
+            return lora_expand(x @ layer[name], h, b_bank, n, blocks, slots)
 
         x = jnp.tanh(project("up") * project("gate") @ layer["down"])
     return x

@@ -87,7 +87,7 @@ def test_an_artifact_and_a_variant_can_be_inspected(
     warmed: tuple[Path, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = warmed
-    variant = "bank_reset/l8-d8-o8"
+    variant = "bank_reset/l8-d8-o8-n1"
     assert run(["inspect", str(config), variant, "--format", "json"]) == errors.EXIT_OK
     by_name = json.loads(said(capsys).out)
     (file,) = (

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aot_lora import kernels
+from aot_lora.kernels import blocks
 from aot_lora.kernels.lora_expand import cases as expand_cases
 from aot_lora.kernels.lora_expand import reference as expand_reference
 from aot_lora.kernels.lora_expand import xla as expand_xla
@@ -26,6 +27,7 @@ from aot_lora.kernels.reference import lora, tolerance
 
 BACKENDS: dict[str, tuple[ModuleType, ModuleType]] = {"xla": (shrink_xla, expand_xla)}
 QUANTUM, D_SIZE, O_SIZE = 8, 32, 48
+LAYERS, LAYER = 3, 1  # what a bank holds, and where the adapters of `serve` lie
 NOBODY = -2  # Owns the lanes that pad: no row has it as its slot.
 
 both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -66,13 +68,13 @@ def test_shrink_is_the_reference(
 ) -> None:
     count = lanes // QUANTUM
     x = normal(rng, tokens, d, dtype=dtype)
-    a_bank = normal(rng, count + 3, QUANTUM, d, dtype=dtype)
+    a_bank = normal(rng, 2, count + 3, QUANTUM, d, dtype=dtype)
     blocks = rng.permutation(np.arange(count + 3, dtype=np.int32))[:count]
     owners = np.sort(rng.integers(0, 3, count, np.int32))
     slots = rng.integers(-1, 3, tokens, np.int32)
 
-    masked = (x, a_bank, blocks, owners, slots)
-    for name, args in (("lora_shrink", masked), ("lora_shrink_single", masked[:3])):
+    masked = (x, a_bank, np.int32(1), blocks, owners, slots)
+    for name, args in (("lora_shrink", masked), ("lora_shrink_single", masked[:4])):
         found = np.asarray(jax.jit(getattr(BACKENDS[backend][0], name))(*args))
         assert (found.shape, found.dtype) == ((tokens, lanes), x.dtype)
         assert_close(found, getattr(shrink_reference, name)(*args), reduction=d)
@@ -85,12 +87,12 @@ def test_expand_is_the_reference(
 ) -> None:
     count = lanes // QUANTUM
     base, h = normal(rng, tokens, o, dtype=dtype), normal(rng, tokens, lanes, dtype=dtype)
-    b_bank = normal(rng, count + 3, QUANTUM, o, dtype=dtype)
+    b_bank = normal(rng, 2, count + 3, QUANTUM, o, dtype=dtype)
     blocks = rng.permutation(np.arange(count + 3, dtype=np.int32))[:count]
     slots = rng.integers(-1, 3, tokens, np.int32)
 
-    masked = (base, h, b_bank, blocks, slots)
-    for name, args in (("lora_expand", masked), ("lora_expand_single", masked[:4])):
+    masked = (base, h, b_bank, np.int32(1), blocks, slots)
+    for name, args in (("lora_expand", masked), ("lora_expand_single", masked[:5])):
         found = np.asarray(jax.jit(getattr(BACKENDS[backend][1], name))(*args))
         assert (found.shape, found.dtype) == ((tokens, o), base.dtype)
         assert_close(found, getattr(expand_reference, name)(*args), reduction=lanes)
@@ -131,8 +133,10 @@ def serve(
     own: dict[int, list[int]] = {}
     lanes = lanes or sum(-(-rank // QUANTUM) * QUANTUM for rank in ranks.values())
     end = 1 + 2 * lanes // QUANTUM
-    a_bank, b_bank = (normal(rng, end, QUANTUM, width, dtype=dtype) for width in (D_SIZE, O_SIZE))
-    a_bank[0], b_bank[0] = 0, 0
+    a_bank, b_bank = (
+        normal(rng, LAYERS, end, QUANTUM, width, dtype=dtype) for width in (D_SIZE, O_SIZE)
+    )
+    a_bank[:, 0], b_bank[:, 0] = 0, 0
     adapters: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for slot, rank in ranks.items():
         a, b = normal(rng, rank, D_SIZE, dtype=dtype), normal(rng, rank, O_SIZE, dtype=dtype)
@@ -141,7 +145,7 @@ def serve(
         for bank, rows in ((a_bank, a), (b_bank, b)):
             whole = np.zeros((len(own[slot]) * QUANTUM, rows.shape[1]), rows.dtype)
             whole[:rank] = rows
-            bank[own[slot]] = whole.reshape(-1, QUANTUM, rows.shape[1])
+            bank[LAYER, own[slot]] = whole.reshape(-1, QUANTUM, rows.shape[1])
     blocks = [block for found in own.values() for block in found]
     owners = [slot for slot, found in own.items() for _ in found]
     padding = lanes // QUANTUM - len(blocks)
@@ -159,16 +163,20 @@ def serve(
 
 def run(backend: str, batch: Served) -> np.ndarray:
     shrink, expand = BACKENDS[backend]
-    h = jax.jit(shrink.lora_shrink)(batch.x, batch.a_bank, batch.blocks, batch.owners, batch.slots)
+    h = jax.jit(shrink.lora_shrink)(
+        batch.x, batch.a_bank, LAYER, batch.blocks, batch.owners, batch.slots
+    )
     return np.asarray(
-        jax.jit(expand.lora_expand)(batch.base, h, batch.b_bank, batch.blocks, batch.slots)
+        jax.jit(expand.lora_expand)(batch.base, h, batch.b_bank, LAYER, batch.blocks, batch.slots)
     )
 
 
 def run_single(backend: str, batch: Served) -> np.ndarray:
     shrink, expand = BACKENDS[backend]
-    h = jax.jit(shrink.lora_shrink_single)(batch.x, batch.a_bank, batch.blocks)
-    return np.asarray(jax.jit(expand.lora_expand_single)(batch.base, h, batch.b_bank, batch.blocks))
+    h = jax.jit(shrink.lora_shrink_single)(batch.x, batch.a_bank, LAYER, batch.blocks)
+    return np.asarray(
+        jax.jit(expand.lora_expand_single)(batch.base, h, batch.b_bank, LAYER, batch.blocks)
+    )
 
 
 ALL_RANKS = {0: 8, 1: 16, 2: 32, 3: 64, 4: 128}
@@ -252,9 +260,10 @@ def test_an_adapter_that_is_not_in_the_batch_cannot_be_felt(
 ) -> None:
     batch = serve(rng, {0: 8, 1: 16}, [0, 1, -1], lanes=64)
     clean = run(backend, batch)
-    others = np.setdiff1d(np.arange(1, len(batch.a_bank)), batch.blocks)
-    batch.a_bank[others] = poison
-    batch.b_bank[others] = poison
+    others = np.setdiff1d(np.arange(1, batch.a_bank.shape[1]), batch.blocks)
+    for bank in (batch.a_bank, batch.b_bank):
+        bank[:, others] = poison
+        bank[np.arange(LAYERS) != LAYER, 1:] = poison
 
     assert same_bits(run(backend, batch), clean)
 
@@ -265,17 +274,17 @@ def test_an_adapter_that_is_not_in_the_batch_cannot_be_felt(
 def written(batch: Served, blocks: Sequence[int], rank: int, rng: np.random.Generator) -> Any:
     """`batch` after slot 0 was given a new adapter of `rank` in `blocks`; zero pads the lanes."""
     lanes = len(blocks) * QUANTUM
-    a, b = np.zeros((lanes, D_SIZE), batch.x.dtype), np.zeros((lanes, O_SIZE), batch.x.dtype)
-    a[:rank], b[:rank] = (
-        normal(rng, rank, D_SIZE, dtype="float32"),
-        normal(rng, rank, O_SIZE, dtype="float32"),
-    )
+    a = np.zeros((LAYERS, lanes, D_SIZE), batch.x.dtype)
+    b = np.zeros((LAYERS, O_SIZE, lanes), batch.x.dtype)  # as files hold it
+    a[:, :rank] = normal(rng, LAYERS, rank, D_SIZE, dtype="float32")
+    b[:, :, :rank] = normal(rng, LAYERS, O_SIZE, rank, dtype="float32")
+    scale = np.array([1.0, 0.5, 3.0], np.float32)
     banks = jax.jit(kernels.bank_write)(
-        batch.a_bank, batch.b_bank, a, b, np.array(blocks, np.int32)
+        batch.a_bank, batch.b_bank, a, b, scale, np.array(blocks, np.int32)
     )
     return replace(
         batch,
-        adapters={0: (a[:rank], b[:rank])},
+        adapters={0: (a[LAYER, :rank], b[LAYER, :, :rank].T * scale[LAYER])},
         a_bank=np.asarray(banks[0]),
         b_bank=np.asarray(banks[1]),
     )
@@ -302,11 +311,11 @@ def test_a_write_below_its_bucket_touches_only_its_own_blocks(
     first = int(before.blocks[0])
     now = written(before, [first, 0, 0, 0], QUANTUM, rng)
 
-    assert not now.a_bank[0].any()
-    assert not now.b_bank[0].any()
-    others = np.setdiff1d(np.arange(len(before.a_bank)), [first])
-    assert same_bits(now.a_bank[others], before.a_bank[others])
-    assert same_bits(now.b_bank[others], before.b_bank[others])
+    assert not now.a_bank[:, 0].any()
+    assert not now.b_bank[:, 0].any()
+    others = np.setdiff1d(np.arange(before.a_bank.shape[1]), [first])
+    assert same_bits(now.a_bank[:, others], before.a_bank[:, others])
+    assert same_bits(now.b_bank[:, others], before.b_bank[:, others])
 
 
 def test_a_reset_leaves_zeros_in_its_blocks_and_the_rest_alone(
@@ -317,6 +326,21 @@ def test_a_reset_leaves_zeros_in_its_blocks_and_the_rest_alone(
     banks = jax.jit(kernels.bank_reset)(before.a_bank, before.b_bank, np.array([*own, 0], np.int32))
 
     for bank, old in zip(map(np.asarray, banks), (before.a_bank, before.b_bank), strict=True):
-        assert not bank[own].any()
-        others = np.setdiff1d(np.arange(len(bank)), own)
-        assert same_bits(bank[others], old[others])
+        assert not bank[:, own].any()
+        others = np.setdiff1d(np.arange(bank.shape[1]), own)
+        assert same_bits(bank[:, others], old[:, others])
+
+
+@both_dtypes
+def test_both_ways_to_write_a_bank_give_the_same_bytes(
+    dtype: str, rng: np.random.Generator
+) -> None:
+    """A CPU moves bits; every other platform runs the plain updates."""
+    bank = normal(rng, LAYERS, 6, QUANTUM, D_SIZE, dtype=dtype)
+    lanes = normal(rng, LAYERS, 3 * QUANTUM, D_SIZE, dtype=dtype)
+    where = np.array([4, 1, 0], np.int32)
+    expected = bank.copy()
+    expected[:, where] = lanes.reshape(LAYERS, 3, QUANTUM, D_SIZE)
+
+    for way in (blocks.put_bits, blocks.put_each):
+        assert same_bits(np.asarray(jax.jit(way)(bank, lanes, where)), expected)

@@ -19,7 +19,7 @@ from aot_lora.plan import (
     estimate,
 )
 
-Q, K = Module(name="q", d=64, o=64), Module(name="k", d=64, o=32)
+Q, K = (Module(name=name, d=64, o=o, layers=2) for name, o in (("q", 64), ("k", 32)))
 STEP = UserEntry(name="step", entry="engine:step")
 
 
@@ -112,8 +112,8 @@ def test_every_point_has_its_variants_once_and_equal_input_gives_equal_plans(
         if slots:
             lanes = plan.lanes.bucket(slots * plan.adapter_lanes.bucket(rank))
             assert slots * rank <= lanes < slots * (rank + plan.quantum)
-            for dims in ("d64", "o64", "o32"):
-                program = "lora_shrink" if dims == "d64" else "lora_expand"
+            for dims in ("d64-n2", "o64-n2", "o32-n2"):
+                program = "lora_shrink" if dims.startswith("d") else "lora_expand"
                 assert f"{program}/t{tokens}-l{lanes}-{dims}" in names
 
 

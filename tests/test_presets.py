@@ -64,15 +64,16 @@ def test_a_tpu_preset_is_for_the_tpu_that_its_folder_names(name: str) -> None:
 @pytest.mark.parametrize("model", sorted(p.stem for p in (presets_root() / "models").iterdir()))
 def test_module_shapes_are_those_of_the_published_model(model: str, tmp_path) -> None:
     hidden, heads, kv_heads, head, inner, layers, vocabulary = PUBLISHED[model]
-    expected = (
-        Module(name="q_proj", d=hidden, o=heads * head),
-        Module(name="k_proj", d=hidden, o=kv_heads * head),
-        Module(name="v_proj", d=hidden, o=kv_heads * head),
-        Module(name="o_proj", d=heads * head, o=hidden),
-        Module(name="gate_proj", d=hidden, o=inner),
-        Module(name="up_proj", d=hidden, o=inner),
-        Module(name="down_proj", d=inner, o=hidden),
-    )
+    shapes = {
+        "q_proj": (hidden, heads * head),
+        "k_proj": (hidden, kv_heads * head),
+        "v_proj": (hidden, kv_heads * head),
+        "o_proj": (heads * head, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+    expected = tuple(Module(name=n, d=d, o=o, layers=layers) for n, (d, o) in shapes.items())
     path = tmp_path / "x.yaml"
 
     path.write_text(MINIMAL.format(model=model, modules="all-linear"))
@@ -80,6 +81,6 @@ def test_module_shapes_are_those_of_the_published_model(model: str, tmp_path) ->
     assert (plan.modules, plan.layers) == (expected, layers)
     path.write_text(MINIMAL.format(model=model, modules="[lm_head, q_proj]"))
     assert load_config(path).plan.modules == (
-        Module(name="lm_head", d=hidden, o=vocabulary),
+        Module(name="lm_head", d=hidden, o=vocabulary, layers=1),
         expected[0],
     )

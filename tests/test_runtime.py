@@ -25,6 +25,7 @@ from serving import (
 )
 
 from aot_lora import Runtime, _jax_compat, errors, load_config
+from aot_lora.adapters import pack_arrays
 from aot_lora.cli.main import run
 from aot_lora.errors import CoverageError, OutOfPlanError, UnsupportedError
 from aot_lora.kernels.reference import lora, tolerance
@@ -73,6 +74,12 @@ def pair(rank: int) -> tuple[np.ndarray, np.ndarray]:
     return floats(rank, IN) / 5, floats(rank, OUT) / 5
 
 
+def put(rt: Runtime, slot: int, weights: Weights) -> None:
+    """Puts (A [r, D], B [r, O]) into a slot, by the road that files take."""
+    packed = pack_arrays({place: (a, b.T) for place, (a, b) in weights.items()}, rt.plan)
+    rt.banks.put(slot, packed)
+
+
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.shape == expected.shape
     limit = tolerance("float32", reduction=256) * max(np.linalg.norm(expected), 1.0)
@@ -92,7 +99,8 @@ work = lambda: [e for e in events if "trace" in e or "mlir" in e or "compile" in
 import aot_lora
 rt = aot_lora.Runtime.open(sys.argv[1])
 x, a, b = (np.ones(shape, np.float32) for shape in ((3, 16), (8, 16), (8, 24)))
-rt.banks.put(0, {("up", 0): (a, b)})
+from aot_lora.adapters import pack_arrays
+rt.banks.put(0, pack_arrays({("up", 0): (a, b.T)}, rt.plan))
 assert (rt.apply("up", x, np.array([0, -1, 0])).numpy()[:, 0] == [128, 0, 128]).all()
 assert (rt.apply("up", x, np.array([0, 0, 0])).numpy() == 128).all()
 rt.banks.reset(0)
@@ -268,7 +276,7 @@ def check_apply(
 def load(rt: Runtime, ranks: dict[int, int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     adapters = {slot: pair(rank) for slot, rank in ranks.items()}
     for slot, weights in adapters.items():
-        rt.banks.put(slot, {("up", 1): weights})
+        put(rt, slot, {("up", 1): weights})
     return adapters
 
 
@@ -309,13 +317,13 @@ def test_no_stale_lane_contributes_after_a_smaller_rank(rt: Runtime) -> None:
 
 def test_modules_and_layers_do_not_leak_into_each_other(rt: Runtime) -> None:
     weights = pair(8)
-    rt.banks.put(0, {("up", 1): weights})
+    put(rt, 0, {("up", 1): weights})
     x, slots = floats(2, IN), np.zeros(2, np.int32)
     for module, layer in (("up", 0), ("gate", 0), ("gate", 1)):
         assert not rt.apply(module, x, slots, layer=layer).numpy().any()
     assert rt.apply("up", x, slots, layer=1).numpy().any()
 
-    rt.banks.put(0, {("gate", 0): weights})  # What was there contributes nothing any more.
+    put(rt, 0, {("gate", 0): weights})  # What was there contributes nothing any more.
     assert not rt.apply("up", x, slots, layer=1).numpy().any()
 
 
@@ -387,16 +395,6 @@ def snapshot(rt: Runtime) -> tuple[object, ...]:
     [
         (8, {("up", 0): pair(8)}, "slot 8 is outside the plan\n  expected: 0 to 7"),
         (-1, {("up", 0): pair(8)}, "slot -1 is outside the plan"),
-        (0, {}, "an adapter without weights for slot 0"),
-        (0, {("up", 0): pair(0)}, "an adapter without weights for slot 0"),
-        (0, {("q_proj", 0): pair(8)}, "no bank for q_proj of layer 0"),
-        (0, {("up", 2): pair(8)}, "no bank for up of layer 2"),
-        (0, {("up", 0): pair(129)}, "rank 129 of up of layer 0 is outside the plan"),
-        (0, {("up", 0): (floats(8, IN), floats(8, OUT + 1))}, r"B \[r, 24\]"),
-        (0, {("up", 0): (floats(8, IN), floats(7, OUT))}, r"found: A \[8, 16\] and B \[7, 24\]"),
-        (0, {("up", 0): (floats(8), floats(8))}, r"found: A \[8\] and B \[8\]"),
-        (0, {("up", 0): (pair(8)[0].astype(np.float16), pair(8)[1])}, "A float16, B float32"),
-        (0, {("up", 0): pair(8), ("up", 9): pair(8)}, "no bank for up of layer 9"),
         (3, {("up", 0): pair(128)}, "the banks are full\n  expected: at most 64 lanes"),
         (1, {("up", 0): pair(128)}, "the banks are full\n  expected: at most 120 lanes"),
     ],
@@ -408,7 +406,7 @@ def test_a_put_outside_the_plan_changes_nothing(
     before = snapshot(rt)
 
     with pytest.raises(OutOfPlanError, match=text):
-        rt.banks.put(slot, weights)
+        put(rt, slot, weights)
     assert snapshot(rt) == before
     check_apply(rt, [0, 1, 0, -1], adapters)
 
@@ -442,9 +440,9 @@ def test_any_order_of_puts_and_resets_is_a_dict(rt: Runtime) -> None:
             weights = pair(rank)
             if self.lanes(without=slot) + -(-rank // 8) * 8 > 320:
                 with pytest.raises(OutOfPlanError, match="the banks are full"):
-                    rt.banks.put(slot, {("up", 1): weights})
+                    put(rt, slot, {("up", 1): weights})
                 return
-            rt.banks.put(slot, {("up", 1): weights})
+            put(rt, slot, {("up", 1): weights})
             self.model[slot] = weights
 
         @rule(slot=st.integers(0, 7))
@@ -520,7 +518,7 @@ def test_a_step_of_the_user_s_own_equals_its_definition(rt: Runtime) -> None:
         for slot, rank in ((0, 8), (3, 40))
     }
     for slot, weights in adapters.items():
-        rt.banks.put(slot, weights)
+        put(rt, slot, weights)
     shapes = {"up": (IN, OUT), "gate": (IN, OUT), "down": (OUT, IN)}
     layers = [{name: floats(*s) / 6 for name, s in shapes.items()} for _ in range(LAYERS)]
     slots, x = np.array([3, -1, 0]), floats(3, IN)
@@ -528,11 +526,11 @@ def test_a_step_of_the_user_s_own_equals_its_definition(rt: Runtime) -> None:
     batch = rt.batch(slots)
     found = rt.lookup("step", tokens=3, lanes=batch.lanes)
     assert (found.tokens, found.lanes) == (4, 128)
-    banks = [{name: rt.banks.arrays[name, layer] for name in modules} for layer in range(LAYERS)]
     padded = np.zeros((4, IN), np.float32)
     padded[:3] = x
     arrays = jax.device_put((padded, layers), rt.device)
-    y = found.executable(*arrays, banks, (batch.blocks, batch.owners, batch.slots))
+    with rt.banks.reading() as banks:
+        y = found.executable(*arrays, banks, (batch.blocks, batch.owners, batch.slots))
 
     for layer, w in enumerate(layers):
         up, gate = (
@@ -556,7 +554,7 @@ def test_a_batch_made_before_its_slot_was_written_is_refused(rt: Runtime) -> Non
     load(rt, {0: 8, 1: 8})
     mine, both = rt.batch(np.array([0, 0])), rt.batch(np.array([0, 1]))
     x = floats(2, IN)
-    rt.banks.put(1, {("up", 1): pair(8)})
+    put(rt, 1, {("up", 1): pair(8)})
     rt.apply("up", x, mine, layer=1)  # its own slot was not written
 
     with pytest.raises(OutOfPlanError, match="slot 1 was written since this batch was made"):
@@ -570,5 +568,54 @@ def test_a_batch_made_before_its_slot_was_written_is_refused(rt: Runtime) -> Non
 def test_weights_that_are_not_finite_are_refused(rt: Runtime, weights: float) -> None:
     a, b = pair(8)
     b[3, 5] = weights
-    with pytest.raises(OutOfPlanError, match="not all finite"):
-        rt.banks.put(0, {("up", 0): (a, b)})
+    with pytest.raises(errors.AdapterError, match=r"not finite|NaN|infin"):
+        put(rt, 0, {("up", 0): (a, b)})
+
+
+# --- Misses -------------------------------------------------------------------------------------
+
+
+def drop(copy: Path, *programs: str, tokens: int) -> None:
+    """Takes variants out of the manifest, and lets the server pad up."""
+    lost = [f"{program}/t{tokens}-" for program in programs]
+    edit_manifest(
+        copy,
+        lambda manifest: manifest.update(
+            entries=[e for e in manifest["entries"] if not e["variant"].startswith(tuple(lost))]
+        ),
+    )
+    copy.write_text(copy.read_text() + "on_miss: pad_up\n")
+
+
+def test_pad_up_serves_what_is_missing_from_the_next_bucket(copy: Path) -> None:
+    drop(copy, "lora_shrink", "step", tokens=4)
+    with Runtime.open(copy) as runtime:
+        adapters = load(runtime, {0: 8, 1: 24})
+        x, base = floats(3, IN), floats(3, OUT)
+        for _ in range(2):
+            found = runtime.apply("up", x, np.array([1, 0, -1]), base, layer=1)
+            assert found.array.shape == (16, OUT)
+            assert_close(found.numpy(), lora(x, base, adapters, np.array([1, 0, -1])))
+        assert runtime.lookup("step", tokens=3, slots=1).tokens == 16
+        assert runtime.lookup("norm", tokens=3).tokens == 4
+        assert runtime.metrics.misses.value == 2  # each point once
+
+
+def test_a_miss_that_nothing_larger_holds_is_an_error(copy: Path) -> None:
+    drop(copy, "step", tokens=16)
+    with Runtime.open(copy) as runtime:
+        with pytest.raises(OutOfPlanError, match="no executable that holds 16 tokens"):
+            runtime.lookup("step", tokens=5, slots=1)
+        assert runtime.lookup("step", tokens=4, slots=1).tokens == 4
+
+
+def test_a_store_without_bank_writes_is_refused_under_every_policy(copy: Path) -> None:
+    edit_manifest(
+        copy,
+        lambda manifest: manifest.update(
+            entries=[e for e in manifest["entries"] if "bank_write" not in e["variant"]]
+        ),
+    )
+    copy.write_text(copy.read_text() + "on_miss: pad_up\n")
+    with pytest.raises(CoverageError, match="2 of 4 variants are not in the manifest"):
+        Runtime.open(copy)

@@ -328,13 +328,19 @@ def test_a_user_module_that_does_not_exist(errors_of: Callable[..., list[str]]) 
 
 
 def test_the_kernels_lower_to_the_same_program_for_every_platform(tiny_config: Path) -> None:
-    """So numbers checked on a CPU are those of the program that a TPU compiler is given."""
+    """So numbers checked on a CPU are those of the program that a TPU compiler is given.
+
+    Bank writes move bits on a CPU; `test_kernels` holds both ways to the same bytes.
+    """
     config = load_config(tiny_config)
     catalog = Catalog(config.plan, config.targets[0], config=config.path)
     for variant in config.plan.variants:
         program = catalog.program(variant)
-        prints = {trace(variant, program, platform=p).fingerprint for p in ("cpu", "tpu", "cuda")}
-        assert len(prints) == 1, variant.name
+        cpu, tpu, cuda = (
+            trace(variant, program, platform=p).fingerprint for p in ("cpu", "tpu", "cuda")
+        )
+        assert tpu == cuda, variant.name
+        assert (cpu == tpu) != variant.program.startswith("bank_"), variant.name
 
 
 def test_a_module_that_changes_jax_config_is_refused_and_its_changes_are_taken_back(

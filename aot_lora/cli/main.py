@@ -16,6 +16,7 @@ _VERBS = {
     "check": "Compare traces with the lock beside the config.",
     "inspect": "Show what the store holds for a config, or one artifact.",
     "verify": "Check that the stored artifacts are whole and fit this host.",
+    "adapters": "Show what an adapter holds, and what of it a config would serve.",
 }
 
 

@@ -12,7 +12,7 @@ from aot_lora.config import Config
 from aot_lora.errors import AotLoraError
 from aot_lora.plan import TargetSpec
 from aot_lora.store import LocalStore
-from aot_lora.store.coverage import check_coverage, check_header, find_manifest
+from aot_lora.store.coverage import check_header, check_present, find_manifest
 from aot_lora.store.key import shorten
 from aot_lora.store.warm import WarmIdentity
 
@@ -49,7 +49,8 @@ def _verify(config: Config, target: TargetSpec) -> tuple[list[int], list[AotLora
     store = LocalStore(config.store_root)
     warm = WarmIdentity.of(config, target)
     manifest = find_manifest(store, warm, config)
-    check_coverage(manifest, config.plan, where=str(store.manifest_path(warm.identity)))
+    where = str(store.manifest_path(warm.identity))
+    check_present({e.variant for e in manifest.entries}, config.plan.variants, where=where)
     expected = shorten(warm.target_parts)
     sizes: list[int] = []
     damaged: list[AotLoraError] = []

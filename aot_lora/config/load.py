@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aot_lora.config import presets, schema
 from aot_lora.config.problems import validate
+from aot_lora.config.schema import OnMiss
 from aot_lora.config.yaml_nodes import Document, parse
 from aot_lora.errors import ConfigError
 from aot_lora.plan import (
@@ -36,6 +37,9 @@ class Config:
       plan: the variants.
       store_root: the folder of the store.
       user_sources: extra source files of the user's programs, as globs beside the config.
+      on_miss: what a server does at a point without an executable.
+      swap: whether adapters give way to others when the banks are full.
+      host_cache_bytes: of prepared adapters in a server's memory.
       warnings: findings that do not stop anything, each with its place.
     """
 
@@ -44,6 +48,9 @@ class Config:
     plan: Plan
     store_root: Path
     user_sources: tuple[str, ...]
+    on_miss: OnMiss
+    swap: bool
+    host_cache_bytes: int
     warnings: tuple[str, ...]
 
     @property
@@ -102,6 +109,9 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         plan=plan,
         store_root=_store_root(path, file.store.root, store),
         user_sources=tuple(glob for entry in entries for glob in entry.sources),
+        on_miss=file.on_miss,
+        swap=file.adapters.mode == "swap",
+        host_cache_bytes=file.adapters.host_cache,
         warnings=tuple(warnings),
     )
 
@@ -187,7 +197,11 @@ def _modules(file: schema.ConfigFile, document: Document) -> tuple[tuple[Module,
                     expected="all-linear, or a list from " + ", ".join(known),
                 )
         shapes = known
-    return tuple(Module(name=name, d=shapes[name][0], o=shapes[name][1]) for name in names), layers
+    modules = (
+        Module(name=n, d=shapes[n][0], o=shapes[n][1], layers=1 if n in extra else layers)
+        for n in names
+    )
+    return tuple(modules), layers
 
 
 def _model_file(name: str, document: Document) -> schema.ModelFile:

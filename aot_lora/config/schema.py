@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 _MOST = 2**31 - 1  # sizes and positions are int32 on the device
 PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
@@ -156,21 +156,35 @@ class ProgramEntry(Strict):
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
+def _with_unit(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+) ?(KiB|MiB|GiB|TiB)", value)
+    if match is None:
+        raise ValueError("expected bytes as an integer, or as in 512MiB or 8GiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+Bytes = Annotated[int, BeforeValidator(_with_unit), Field(ge=1)]
+OnMiss = Literal["error", "pad_up"]
+
+
 class LimitsSection(Strict):
     """What a plan may cost."""
 
     variants: PositiveInt = 2000
-    store_bytes: Annotated[int, Field(ge=1)] = 8 * 2**30
+    store_bytes: Bytes = 8 * 2**30
 
-    @field_validator("store_bytes", mode="before")
-    @classmethod
-    def _with_unit(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        match = re.fullmatch(r"(\d+) ?(KiB|MiB|GiB|TiB)", value)
-        if match is None:
-            raise ValueError("expected bytes as an integer, or as in 512MiB or 8GiB")
-        return int(match[1]) * _UNITS[match[2]]
+
+class AdaptersSection(Strict):
+    """How a server keeps adapters. No part of the plan: nothing is compiled for it.
+
+    `mode`: ``static`` refuses an adapter that the banks have no room for; under ``swap`` the least
+    recently used ones give way. `host_cache`: bytes of prepared adapters kept in memory.
+    """
+
+    mode: Literal["static", "swap"] = "static"
+    host_cache: Bytes = 4 * 2**30
 
 
 class StoreSection(Strict):
@@ -203,4 +217,5 @@ class ConfigFile(Strict):
     programs: Annotated[list[Literal["lora"] | ProgramEntry], Field(min_length=1)] = ["lora"]
     limits: LimitsSection = LimitsSection()
     store: StoreSection = StoreSection()
-    on_miss: Literal["error"] = "error"
+    adapters: AdaptersSection = AdaptersSection()
+    on_miss: OnMiss = "error"

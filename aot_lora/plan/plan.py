@@ -63,8 +63,8 @@ class Plan:
     def bank_bytes(self) -> int:
         """Device memory of all banks of all layers, in bytes."""
         lanes = self.bank_blocks * self.quantum
-        width = sum(module.d + module.o for module in self.modules)
-        return self.layers * lanes * width * DTYPE_BYTES[self.dtype] if self.with_lora else 0
+        width = sum(module.layers * (module.d + module.o) for module in self.modules)
+        return lanes * width * DTYPE_BYTES[self.dtype] if self.with_lora else 0
 
     def digest(self) -> str:
         """SHA-256 of everything the plan says; equal plans have equal digests."""
@@ -132,28 +132,29 @@ def _enumerate(plan: Plan) -> Iterator[Variant]:
 
 
 def _lora_variants(plan: Plan) -> Iterator[Variant]:
-    d_sizes = sorted({module.d for module in plan.modules})
-    o_sizes = sorted({module.o for module in plan.modules})
+    d_sizes = sorted({(module.d, module.layers) for module in plan.modules})
+    o_sizes = sorted({(module.o, module.layers) for module in plan.modules})
     # Without 1 among the slots nobody asked for maskless programs: one adapter is a masked batch.
     families = [("", plan.lanes), ("_single", plan.adapter_lanes)][: 2 if 1 in plan.slots else 1]
     for suffix, axis in families:
         for tokens in plan.tokens.buckets:
             for lanes in axis.buckets:
-                for d in d_sizes:
+                for d, layers in d_sizes:
                     yield Variant(
                         program="lora_shrink" + suffix,
                         tokens=tokens,
                         lanes=lanes,
-                        dims=(("d", d),),
+                        dims=(("d", d), ("n", layers)),
                     )
-                for o in o_sizes:
+                for o, layers in o_sizes:
                     yield Variant(
                         program="lora_expand" + suffix,
                         tokens=tokens,
                         lanes=lanes,
-                        dims=(("o", o),),
+                        dims=(("o", o), ("n", layers)),
                     )
-    for d, o in sorted({(module.d, module.o) for module in plan.modules}):
+    for d, o, layers in sorted({(m.d, m.o, m.layers) for m in plan.modules}):
         for lanes in plan.adapter_lanes.buckets:
             for program in ("bank_write", "bank_reset"):
-                yield Variant(program=program, lanes=lanes, dims=(("d", d), ("o", o)))
+                dims = (("d", d), ("o", o), ("n", layers))
+                yield Variant(program=program, lanes=lanes, dims=dims)

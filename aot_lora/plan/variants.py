@@ -31,11 +31,15 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A projection that adapters may change: D inputs, O outputs."""
+    """A projection that adapters may change: D inputs, O outputs, in so many layers.
+
+    `layers` is 1 for one outside the layers, such as ``lm_head``.
+    """
 
     name: str
     d: int
     o: int
+    layers: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,44 +10,41 @@ from aot_lora.programs.spec import Context, Program
 
 
 def _shrink(v: Variant, c: Context) -> Program:
-    (_, d) = v.dims[0]
-    batch = c.batch(v.tokens, v.lanes)
-    x, (a_bank, _) = c.array(v.tokens, d), c.banks(d, 1)
-    args = (x, a_bank, batch.blocks, batch.owners, batch.slots)
+    (_, d), (_, layers) = v.dims
+    x, bank, batch = c.array(v.tokens, d), c.bank(layers, d), c.batch(v.tokens, v.lanes)
+    args = (x, bank, batch.layer, batch.blocks, batch.owners, batch.slots)
     return Program(fn=kernels.lora_shrink, args=args)
 
 
 def _shrink_single(v: Variant, c: Context) -> Program:
-    (_, d) = v.dims[0]
-    x, (a_bank, _) = c.array(v.tokens, d), c.banks(d, 1)
-    args = (x, a_bank, c.batch(v.tokens, v.lanes).blocks)
-    return Program(fn=kernels.lora_shrink_single, args=args)
+    masked = _shrink(v, c)
+    return Program(fn=kernels.lora_shrink_single, args=masked.args[:4])
 
 
 def _expand(v: Variant, c: Context) -> Program:
-    (_, o) = v.dims[0]
-    batch = c.batch(v.tokens, v.lanes)
-    base, h, (_, b_bank) = c.array(v.tokens, o), c.array(v.tokens, v.lanes), c.banks(1, o)
-    args = (base, h, b_bank, batch.blocks, batch.slots)
+    (_, o), (_, layers) = v.dims
+    base, h = c.array(v.tokens, o), c.array(v.tokens, v.lanes)
+    bank, batch = c.bank(layers, o), c.batch(v.tokens, v.lanes)
+    args = (base, h, bank, batch.layer, batch.blocks, batch.slots)
     return Program(fn=kernels.lora_expand, args=args, donate=(0,))
 
 
 def _expand_single(v: Variant, c: Context) -> Program:
-    (_, o) = v.dims[0]
-    base, h, (_, b_bank) = c.array(v.tokens, o), c.array(v.tokens, v.lanes), c.banks(1, o)
-    args = (base, h, b_bank, c.batch(v.tokens, v.lanes).blocks)
-    return Program(fn=kernels.lora_expand_single, args=args, donate=(0,))
+    masked = _expand(v, c)
+    return Program(fn=kernels.lora_expand_single, args=masked.args[:5], donate=(0,))
 
 
 def _bank_write(v: Variant, c: Context) -> Program:
-    (_, d), (_, o) = v.dims
-    args = (*c.banks(d, o), c.array(v.lanes, d), c.array(v.lanes, o), c.batch(1, v.lanes).blocks)
-    return Program(fn=kernels.bank_write, args=args, donate=(0, 1))
+    (_, d), (_, o), (_, layers) = v.dims
+    banks = c.bank(layers, d), c.bank(layers, o)
+    weights = c.array(layers, v.lanes, d), c.array(layers, o, v.lanes)
+    scale, blocks = c.array(layers, dtype="float32"), c.batch(1, v.lanes).blocks
+    return Program(fn=kernels.bank_write, args=(*banks, *weights, scale, blocks), donate=(0, 1))
 
 
 def _bank_reset(v: Variant, c: Context) -> Program:
-    (_, d), (_, o) = v.dims
-    args = (*c.banks(d, o), c.batch(1, v.lanes).blocks)
+    (_, d), (_, o), (_, layers) = v.dims
+    args = (c.bank(layers, d), c.bank(layers, o), c.batch(1, v.lanes).blocks)
     return Program(fn=kernels.bank_reset, args=args, donate=(0, 1))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from aot_lora.plan import Plan, TargetSpec
+from aot_lora.plan import Module, Plan, TargetSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,11 @@ class BatchArgs:
     """The per-batch arguments that kernels share: abstract here, arrays while serving.
 
     Args:
+      layer: int32 scalar, for programs that take the layer as an argument.
       blocks: [L / quantum] int32; owners: [L / quantum] int32; slots: [T] int32.
     """
 
+    layer: Any
     blocks: Any
     owners: Any
     slots: Any
@@ -69,15 +71,19 @@ class Context:
         """An abstract array; the dtype is the plan's unless given."""
         return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype)
 
-    def banks(self, d: int, o: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """The A bank [blocks, quantum, D] and B bank [blocks, quantum, O] of a module."""
-        blocks, quantum = self.plan.bank_blocks, self.plan.quantum
-        return self.array(blocks, quantum, d), self.array(blocks, quantum, o)
+    def banks(self, module: Module) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """The A bank [layers, blocks, quantum, D] and B bank [..., O] of a module."""
+        return self.bank(module.layers, module.d), self.bank(module.layers, module.o)
+
+    def bank(self, layers: int, width: int) -> jax.ShapeDtypeStruct:
+        """One bank: [layers, blocks, quantum, width]."""
+        return self.array(layers, self.plan.bank_blocks, self.plan.quantum, width)
 
     def batch(self, tokens: int, lanes: int) -> BatchArgs:
         """The per-batch metadata of a point."""
         count = lanes // self.plan.quantum
         return BatchArgs(
+            layer=self.array(dtype="int32"),
             blocks=self.array(count, dtype="int32"),
             owners=self.array(count, dtype="int32"),
             slots=self.array(tokens, dtype="int32"),

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 
-from aot_lora.errors import OutOfPlanError
+from aot_lora.adapters import Packed
+from aot_lora.errors import CapacityError, OutOfPlanError
 from aot_lora.plan import Module, Plan, Variant, round_up
+from aot_lora.runtime.gate import Gate
 
-Weights = Mapping[tuple[str, int], tuple[np.ndarray, np.ndarray]]
+BankArrays = dict[str, tuple[jax.Array, jax.Array]]
 
 
 class Banks:
-    """The A and B banks of every module of every layer, and who owns which blocks.
+    """The A and B banks of every module, and who owns which blocks.
 
-    Writes take over the buffers that reads use: the caller keeps `put` and `reset` apart from
-    `Runtime.apply` and from steps that take `arrays`.
+    Writes take over the buffers that reads use. So one writer and any number of readers may work
+    at once: `Runtime.apply` and `reading` keep their dispatch apart from the writer's. A slot that
+    is being written belongs to nobody until all of it is.
 
     Args:
       plan: sizes and buckets.
@@ -31,65 +35,77 @@ class Banks:
         self._programs = programs
         self._device = device
         self._modules = {module.name: module for module in plan.modules}
+        # Any free block serves any adapter: there is nothing to compact.
         self._free = list(range(plan.bank_blocks - 1, 0, -1))  # block 0 stays zero
+        self.gate = Gate()
         self.owned: dict[int, tuple[int, ...]] = {}
-        self.arrays: dict[tuple[str, int], tuple[jax.Array, jax.Array]] = {
-            (module.name, layer): self._zeros(module)
-            for module in (plan.modules if plan.with_lora else ())
-            for layer in range(plan.layers)
+        self.arrays: BankArrays = {
+            module.name: self._zeros(module) for module in (plan.modules if plan.with_lora else ())
         }
 
     def _zeros(self, module: Module) -> tuple[jax.Array, jax.Array]:
-        blocks, quantum, dtype = self._plan.bank_blocks, self._plan.quantum, self._plan.dtype
+        plan = self._plan
         a, b = (
-            np.zeros((blocks, quantum, width), jax.numpy.dtype(dtype))
+            np.zeros(
+                (module.layers, plan.bank_blocks, plan.quantum, width),
+                jax.numpy.dtype(plan.dtype),
+            )
             for width in (module.d, module.o)
         )
         return jax.device_put((a, b), self._device)
 
-    def put(self, slot: int, weights: Weights) -> None:
+    @contextmanager
+    def reading(self) -> Generator[BankArrays]:
+        """Module -> (A [layers, blocks, quantum, D], B [..., O]), for a step of the user's own.
+
+        No write happens inside the block. Dispatch the step there; it need not be done by its end.
+        """
+        with self.gate.reading():
+            yield self.arrays
+
+    @property
+    def free_lanes(self) -> int:
+        """Lanes that no adapter owns."""
+        return len(self._free) * self._plan.quantum
+
+    def lanes_of(self, slot: int) -> int:
+        """Lanes that a slot's adapter owns; 0 for an empty slot."""
+        return len(self.owned.get(slot, ())) * self._plan.quantum
+
+    def put(self, slot: int, packed: Packed) -> None:
         """Puts an adapter into a slot, in place of what was there.
 
-        Modules that `weights` does not name contribute nothing.
+        Modules and layers that it lacks contribute nothing.
 
         Args:
           slot: 0 up to `max_adapters` - 1.
-          weights: (module, layer) -> (A [r, D], B [r, O], pre-transposed and scaled), in the
-            plan's dtype; ranks may differ.
+          packed: from `aot_lora.adapters.pack` or `pack_arrays`, for this plan.
 
         Raises:
-          OutOfPlanError: slot, module, layer, rank, shape or dtype outside the plan, or too few
-            free lanes. Nothing has changed then.
+          OutOfPlanError: a slot outside the plan. CapacityError: too few free lanes. Nothing has
+            changed then.
         """
         plan = self._plan
         if not 0 <= slot < plan.max_adapters:
             raise OutOfPlanError(
                 f"slot {slot} is outside the plan", expected=f"0 to {plan.max_adapters - 1}"
             )
-        rank = max((self._rank(key, *pair) for key, pair in weights.items()), default=0)
-        if not rank:
-            raise OutOfPlanError(
-                f"an adapter without weights for slot {slot}",
-                expected="at least one module",
-                next_step="use reset() to empty a slot",
-            )
-        lanes = plan.adapter_lanes.bucket(rank)
-        needed = round_up(rank, plan.quantum) // plan.quantum
-        held = self.owned.get(slot, ())
-        if needed > len(self._free) + len(held):
-            raise OutOfPlanError(
+        needed = round_up(packed.rank, plan.quantum)
+        available = self.free_lanes + self.lanes_of(slot)
+        if needed > available:
+            raise CapacityError(
                 "the banks are full",
-                expected=f"at most {(len(self._free) + len(held)) * plan.quantum} lanes",
-                found=f"rank {rank}",
+                expected=f"at most {available} lanes",
+                found=f"rank {packed.rank}",
                 next_step="unload an adapter, or raise lora.resident_lanes and warm up",
             )
         self.reset(slot)
-        blocks = self.owned[slot] = tuple(self._free.pop() for _ in range(needed))
-        indices = self._indices(blocks, lanes)
-        for key, (a, b) in weights.items():
-            program = self._programs(self._variant("bank_write", key[0], lanes))
-            padded = jax.device_put((_pad(a, lanes), _pad(b, lanes)), self._device)
-            self.arrays[key] = program(*self.arrays[key], *padded, indices)
+        blocks = tuple(self._free.pop() for _ in range(needed // plan.quantum))
+        indices = self._indices(blocks, packed.lanes)
+        for name, weights in packed.modules.items():
+            arrays = jax.device_put((weights.a, weights.b, weights.scale), self._device)
+            self._write("bank_write", name, packed.lanes, *arrays, indices)
+        self.owned[slot] = blocks
 
     def reset(self, slot: int) -> None:
         """Empties a slot: its lanes are zeroed and free again. An empty slot stays empty."""
@@ -98,59 +114,18 @@ class Banks:
             return
         lanes = self._plan.adapter_lanes.bucket(len(blocks) * self._plan.quantum)
         indices = self._indices(blocks, lanes)
-        for key, banks in self.arrays.items():
-            program = self._programs(self._variant("bank_reset", key[0], lanes))
-            self.arrays[key] = program(*banks, indices)
+        for name in self.arrays:
+            self._write("bank_reset", name, lanes, indices)
         self._free.extend(reversed(blocks))
 
-    def _rank(self, key: tuple[str, int], a: np.ndarray, b: np.ndarray) -> int:
-        name, layer = key
-        module = self._modules.get(name)
-        if module is None or not 0 <= layer < self._plan.layers:
-            raise OutOfPlanError(
-                f"no bank for {name} of layer {layer}",
-                expected=f"{', '.join(self._modules)}; layers 0 to {self._plan.layers - 1}",
-            )
-        rank = a.shape[0] if a.ndim == 2 else 0
-        if a.shape != (rank, module.d) or b.shape != (rank, module.o):
-            raise OutOfPlanError(
-                f"weights of {name} of layer {layer} have the wrong shape",
-                expected=f"A [r, {module.d}] and B [r, {module.o}]",
-                found=f"A {list(a.shape)} and B {list(b.shape)}",
-            )
-        if {a.dtype.name, b.dtype.name} != {self._plan.dtype}:
-            raise OutOfPlanError(
-                f"weights of {name} of layer {layer} have the wrong dtype",
-                expected=self._plan.dtype,
-                found=f"A {a.dtype}, B {b.dtype}",
-                next_step="cast them once, in numpy",
-            )
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise OutOfPlanError(
-                f"weights of {name} of layer {layer} are not all finite",
-                expected="no NaN and no infinity: one would reach other adapters' rows",
-                next_step="check how the adapter was trained or converted",
-            )
-        if rank > self._plan.adapter_lanes.buckets[-1]:
-            raise OutOfPlanError(
-                f"rank {rank} of {name} of layer {layer} is outside the plan",
-                expected=f"at most {self._plan.adapter_lanes.buckets[-1]}",
-                found=str(rank),
-                next_step="raise lora.ranks and run warmup",
-            )
-        return rank
-
-    def _variant(self, program: str, module: str, lanes: int) -> Variant:
-        shape = self._modules[module]
-        return Variant(program=program, lanes=lanes, dims=(("d", shape.d), ("o", shape.o)))
+    def _write(self, program: str, name: str, lanes: int, *arguments: Any) -> None:
+        module = self._modules[name]
+        dims = (("d", module.d), ("o", module.o), ("n", module.layers))
+        executable = self._programs(Variant(program=program, lanes=lanes, dims=dims))
+        with self.gate.writing():
+            self.arrays[name] = executable(*self.arrays[name], *arguments)
 
     def _indices(self, blocks: tuple[int, ...], lanes: int) -> jax.Array:
         indices = np.zeros(lanes // self._plan.quantum, np.int32)
         indices[: len(blocks)] = blocks
         return jax.device_put(indices, self._device)
-
-
-def _pad(lanes: np.ndarray, count: int) -> np.ndarray:
-    padded = np.zeros((count, lanes.shape[1]), lanes.dtype)
-    padded[: lanes.shape[0]] = lanes
-    return padded

@@ -10,9 +10,11 @@ import jax
 import numpy as np
 
 from aot_lora.errors import OutOfPlanError
-from aot_lora.plan import Plan
+from aot_lora.runtime.executables import Executables, Kernels
 
 _NOBODY = -2  # owns padding blocks: no row has it as its slot.
+
+Held = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,7 @@ class Batch:
       lanes: lane bucket L; 0 where no row has an adapter.
       single: whether every row has the same adapter, so that no mask is needed.
       held: the slots in the batch and the blocks that each held when it was made.
+      kernels: the executables of each module.
       slots: [T] int32; blocks: [L / quantum] int32; owners: [L / quantum] int32, on the
         device; None where `lanes` is 0.
     """
@@ -33,27 +36,32 @@ class Batch:
     tokens: int
     lanes: int
     single: bool
-    held: tuple[tuple[int, tuple[int, ...]], ...]
+    held: Held
+    kernels: dict[str, Kernels]
     slots: Any
     blocks: Any
     owners: Any
 
 
 def make_batch(
-    slots: np.ndarray, owned: Mapping[int, tuple[int, ...]], plan: Plan, device: Any
+    slots: np.ndarray,
+    owned: Mapping[int, tuple[int, ...]],
+    executables: Executables,
+    device: Any,
 ) -> Batch:
     """Pads a batch's slots and lists the lanes of its adapters.
 
     Args:
       slots: [tokens] integers, each row's slot or -1.
       owned: the bank blocks of each resident slot.
-      plan: for buckets and quantum.
+      executables: for buckets and kernels.
       device: where the arrays go.
 
     Raises:
       OutOfPlanError: more rows than the budget, a slot that holds no adapter, or more lanes than
         the largest bucket.
     """
+    plan = executables.plan
     rows = np.asarray(slots)
     if rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
         raise OutOfPlanError(
@@ -62,47 +70,60 @@ def make_batch(
             found=f"{rows.dtype}{list(rows.shape)}",
         )
     count = rows.shape[0]
-    tokens = plan.tokens.bucket(max(count, 1))
     active = [int(slot) for slot in np.unique(rows) if slot != -1]
-    unknown = [slot for slot in active if slot not in owned]
-    if unknown:
+    held = _held(active, owned)
+    blocks = [block for _, theirs in held for block in theirs]
+    owners = [slot for slot, theirs in held for _ in theirs]
+    single = 1 in plan.slots and len(active) == 1 and bool((rows != -1).all())
+    route = executables.route(max(count, 1), len(blocks) * plan.quantum, single=single)
+    on_device = (None, None, None)
+    if active:
+        padding = route.lanes // plan.quantum - len(blocks)
+        padded = np.full(route.tokens, -1, np.int32)
+        padded[:count] = rows
+        arrays = (
+            padded,
+            np.array(blocks + [0] * padding, np.int32),
+            np.array(owners + [_NOBODY] * padding, np.int32),
+        )
+        on_device = jax.device_put(arrays, device)
+    return Batch(
+        count=count,
+        tokens=route.tokens,
+        lanes=route.lanes,
+        single=single,
+        held=held,
+        kernels=route.kernels,
+        slots=on_device[0],
+        blocks=on_device[1],
+        owners=on_device[2],
+    )
+
+
+def check_current(batch: Batch, owned: Mapping[int, tuple[int, ...]]) -> None:
+    """Refuses a batch whose slots were written since. A write gives a slot a new tuple of blocks.
+
+    Raises:
+      OutOfPlanError: they were.
+    """
+    for slot, blocks in batch.held:
+        if owned.get(slot) is not blocks:
+            raise OutOfPlanError(
+                f"slot {slot} was written since this batch was made",
+                expected="a batch made after the last write to its slots",
+                next_step="call batch() again: its blocks may be another adapter's now",
+            )
+
+
+def _held(active: list[int], owned: Mapping[int, tuple[int, ...]]) -> Held:
+    found = [(slot, owned.get(slot)) for slot in active]  # one look: a writer may be at work
+    held = tuple((slot, blocks) for slot, blocks in found if blocks is not None)
+    if len(held) < len(active):
+        unknown = [slot for slot, blocks in found if blocks is None]
         raise OutOfPlanError(
             f"slots {unknown} hold no adapter",
             expected=f"-1, or one of {sorted(owned)}",
             found=str(unknown),
             next_step="load the adapter before a batch names its slot",
         )
-    if not active:
-        return Batch(
-            count=count,
-            tokens=tokens,
-            lanes=0,
-            single=False,
-            held=(),
-            slots=None,
-            blocks=None,
-            owners=None,
-        )
-    held = tuple((slot, owned[slot]) for slot in active)
-    blocks = [block for _, theirs in held for block in theirs]
-    owners = [slot for slot, theirs in held for _ in theirs]
-    single = 1 in plan.slots and len(active) == 1 and bool((rows != -1).all())
-    axis = plan.adapter_lanes if single else plan.lanes
-    lanes = axis.bucket(len(blocks) * plan.quantum)
-    padding = lanes // plan.quantum - len(blocks)
-    arrays = (
-        np.concatenate([rows, np.full(tokens - count, -1)]).astype(np.int32),
-        np.array(blocks + [0] * padding, np.int32),
-        np.array(owners + [_NOBODY] * padding, np.int32),
-    )
-    on_device = jax.device_put(arrays, device)
-    return Batch(
-        count=count,
-        tokens=tokens,
-        lanes=lanes,
-        single=single,
-        held=held,
-        slots=on_device[0],
-        blocks=on_device[1],
-        owners=on_device[2],
-    )
+    return held

@@ -6,20 +6,44 @@ import gc
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from aot_lora import _jax_compat
 from aot_lora.config import Config
 from aot_lora.errors import UnsupportedError
-from aot_lora.plan import TargetSpec, usable_cores
+from aot_lora.plan import TargetSpec, Variant, usable_cores
+from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
-from aot_lora.store.coverage import check_coverage, check_header, find_manifest
+from aot_lora.store.coverage import check_header, find_entries
 from aot_lora.store.key import shorten
 from aot_lora.store.warm import WarmIdentity
 
 
-def load_all(config: Config, target: TargetSpec, device: Any) -> dict[str, Any]:
-    """Every variant of the plan, loaded on `device`: variant name -> `jax.stages.Compiled`.
+class Loaded(NamedTuple):
+    """A loaded executable.
+
+    Args:
+      executable: a `jax.stages.Compiled`.
+      signature: what it was traced with.
+    """
+
+    executable: Any
+    signature: Signature
+
+
+def load_all(
+    config: Config,
+    target: TargetSpec,
+    device: Any,
+    known: Mapping[Variant, Loaded] | None = None,
+) -> dict[Variant, Loaded]:
+    """The variants of the plan, loaded on `device`.
+
+    Args:
+      config: under another policy than ``error``, variants may be missing from its store.
+      target: what they were compiled for.
+      device: of this host.
+      known: what is loaded already, and is not loaded again.
 
     Raises:
       CoverageError: the store has no warmup that fits, or one that lacks variants.
@@ -28,8 +52,7 @@ def load_all(config: Config, target: TargetSpec, device: Any) -> dict[str, Any]:
     """
     store = LocalStore(config.store_root)
     warm = WarmIdentity.of(config, target)
-    manifest = find_manifest(store, warm, config)
-    check_coverage(manifest, config.plan, where=str(store.manifest_path(warm.identity)))
+    entries = find_entries(store, warm, config)
     expected = shorten(warm.target_parts)
     if device.device_kind != expected["device kind"]:
         raise UnsupportedError(
@@ -39,13 +62,15 @@ def load_all(config: Config, target: TargetSpec, device: Any) -> dict[str, Any]:
             found=device.device_kind,
             next_step="name this device's topology in the config and warm up for it",
         )
-    unique = {entry.key: entry for entry in manifest.entries}
+    loaded = dict(known or {})
+    wanted = [v for v in config.plan.variants if v.name in entries and v not in loaded]
+    unique = {entries[variant.name].key: entries[variant.name] for variant in wanted}
     # One more than cores: while one waits for Python's lock the cores still load (10 % at 1,040).
     pool = ThreadPoolExecutor(usable_cores() + 1, thread_name_prefix="aot-lora-load")
     with _without_collecting(), pool as threads:
-        loaded = threads.map(lambda e: _load(store, e, expected, device), unique.values())
-        by_key = dict(zip(unique, loaded, strict=True))
-    return {entry.variant: by_key[entry.key] for entry in manifest.entries}
+        done = threads.map(lambda e: _load(store, e, expected, device), unique.values())
+        by_key = dict(zip(unique, done, strict=True))
+    return loaded | {variant: by_key[entries[variant.name].key] for variant in wanted}
 
 
 @contextmanager
@@ -63,7 +88,8 @@ def _without_collecting() -> Generator[None]:
             gc.enable()
 
 
-def _load(store: LocalStore, entry: Entry, expected: Mapping[str, str], device: Any) -> Any:
+def _load(store: LocalStore, entry: Entry, expected: Mapping[str, str], device: Any) -> Loaded:
     artifact = store.read_entry(entry)
     check_header(artifact.header, expected, where=str(store.artifact_path(entry.key)))
-    return _jax_compat.load(artifact.raw(), artifact.header.signature, device)
+    signature = artifact.header.signature
+    return Loaded(_jax_compat.load(artifact.raw(), signature, device), signature)

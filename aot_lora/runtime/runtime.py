@@ -14,9 +14,13 @@ from aot_lora.config import Config, load_config
 from aot_lora.errors import OutOfPlanError, UnsupportedError
 from aot_lora.plan import Plan, TargetSpec, Variant
 from aot_lora.runtime import guard
+from aot_lora.runtime.adapters import Adapters
+from aot_lora.runtime.admission import Admission
 from aot_lora.runtime.banks import Banks
-from aot_lora.runtime.batch import Batch, make_batch
-from aot_lora.runtime.load import load_all
+from aot_lora.runtime.batch import Batch, check_current, make_batch
+from aot_lora.runtime.executables import Executables
+from aot_lora.runtime.load import Loaded, load_all
+from aot_lora.runtime.metrics import Metrics
 from aot_lora.targets.devices import host_device
 
 
@@ -58,17 +62,28 @@ class Runtime:
     """
 
     def __init__(
-        self, config: Config, target: TargetSpec, executables: dict[str, Any], device: Any
+        self, config: Config, target: TargetSpec, loaded: dict[Variant, Loaded], device: Any
     ) -> None:
         self.config = config
         self.target = target
         self.device = device
+        self.metrics = Metrics()
         plan = config.plan
         self._plan = plan
-        self._executables = {v: executables[v.name] for v in plan.variants}
+        found = {variant: one.executable for variant, one in loaded.items()}
+        self._executables = Executables(plan, found, self._missed)
         self._dtype = jax.numpy.dtype(plan.dtype)
         self._modules = {module.name: module for module in plan.modules}
-        self.banks = Banks(plan, self._executables.__getitem__, device)
+        most = max((module.layers for module in plan.modules), default=0)
+        self._layers = jax.device_put([np.int32(layer) for layer in range(most)], device)
+        self.banks = Banks(plan, found.__getitem__, device)
+        self.adapters = Adapters(
+            plan,
+            self.banks,
+            swap=config.swap,
+            host_cache_bytes=config.host_cache_bytes,
+            metrics=self.metrics,
+        )
         self._sealed_as = f"sealed by Runtime.open({str(config.path)!r})"
         guard.seal(self._sealed_as)
 
@@ -98,6 +113,7 @@ class Runtime:
 
     def close(self) -> None:
         """Lifts the seal. A second call does nothing."""
+        self.adapters.close()
         if self._sealed_as:
             guard.unseal(self._sealed_as)
             self._sealed_as = ""
@@ -144,24 +160,13 @@ class Runtime:
         if lanes is None:
             one = plan.adapter_lanes
             lanes = slots * (one.buckets[-1] if rank is None else one.bucket(rank))
-        variant = Variant(
-            program, plan.tokens.bucket(tokens), plan.lanes.bucket(lanes) if lanes else 0
-        )
-        executable = self._executables.get(variant)
-        if executable is None:
-            raise self._not_found(variant)
+        variant, executable = self._executables.step(program, tokens, lanes)
+        self.metrics.lookups.add()
         return Found(executable, variant.tokens, variant.lanes)
 
-    def _not_found(self, variant: Variant) -> OutOfPlanError:
-        names = sorted(entry.name for entry in self._plan.user)
-        if variant.program not in names:
-            return OutOfPlanError(f"no program `{variant.program}`", expected=f"one of {names}")
-        return OutOfPlanError(
-            f"`{variant.program}` has no executable for {variant.tokens} tokens and "
-            f"{variant.lanes} lanes",
-            expected="batches without adapters" if variant.lanes else "batches with adapters",
-            next_step="list slots above 0" if variant.lanes else "list 0 among lora.slots",
-        )
+    def _missed(self) -> bool:
+        self.metrics.misses.add()
+        return self.config.on_miss == "pad_up"
 
     def batch(self, slots: np.ndarray) -> Batch:
         """The per-batch metadata: made once, reused by every module and layer.
@@ -172,7 +177,21 @@ class Runtime:
         Raises:
           OutOfPlanError: outside the plan, or a slot that holds no adapter.
         """
-        return make_batch(slots, self.banks.owned, self._plan, self.device)
+        batch = make_batch(slots, self.banks.owned, self._executables, self.device)
+        metrics = self.metrics
+        metrics.batches.add()
+        metrics.rows.add(batch.count)
+        metrics.padded_rows.add(batch.tokens)
+        metrics.pad_waste.observe(1 - batch.count / batch.tokens)
+        return batch
+
+    def admission(self, *, adapters: int | None = None) -> Admission:
+        """An empty batch to put requests into, each admitted or refused alone.
+
+        Args:
+          adapters: most adapters in it; the largest of lora.slots unless given.
+        """
+        return Admission(self._plan, self.banks.owned, adapters=adapters, metrics=self.metrics)
 
     def apply(
         self,
@@ -200,40 +219,33 @@ class Runtime:
           OutOfPlanError: module, layer, shape or dtype outside the plan.
         """
         shape = self._modules.get(module)
-        if shape is None or not 0 <= layer < self._plan.layers:
+        if shape is None or not 0 <= layer < shape.layers:
+            last = f"0 to {shape.layers - 1}" if shape else "as the model has"
             raise OutOfPlanError(
                 f"no bank for {module} of layer {layer}",
-                expected=f"{', '.join(self._modules)}; layers 0 to {self._plan.layers - 1}",
+                expected=f"{', '.join(self._modules)}; layers {last}",
             )
         batch = slots if isinstance(slots, Batch) else self.batch(slots)
         y = self._rows("base", base, batch, shape.o)
         rows = self._rows("x", x, batch, shape.d)
         if not batch.lanes:
             return Padded(y, batch.count)
-        self._require_current(batch)
-        a_bank, b_bank = self.banks.arrays[module, layer]
-        suffix = "_single" if batch.single else ""
-        shrink = self._kernel("lora_shrink" + suffix, batch, ("d", shape.d))
-        expand = self._kernel("lora_expand" + suffix, batch, ("o", shape.o))
-        if batch.single:
-            h = shrink(rows, a_bank, batch.blocks)
-            return Padded(expand(y, h, b_bank, batch.blocks), batch.count)
-        h = shrink(rows, a_bank, batch.blocks, batch.owners, batch.slots)
-        return Padded(expand(y, h, b_bank, batch.blocks, batch.slots), batch.count)
-
-    def _require_current(self, batch: Batch) -> None:
-        """A write gives a slot a new tuple of blocks: another tuple is another adapter."""
-        owned = self.banks.owned
-        for slot, blocks in batch.held:
-            if owned.get(slot) is not blocks:
-                raise OutOfPlanError(
-                    f"slot {slot} was written since this batch was made",
-                    expected="a batch made after the last put() or reset() of its slots",
-                    next_step="call batch() again: its blocks may be another adapter's now",
-                )
-
-    def _kernel(self, program: str, batch: Batch, dim: tuple[str, int]) -> Any:
-        return self._executables[Variant(program, batch.tokens, batch.lanes, (dim,))]
+        _, shrink, expand = batch.kernels[module]
+        at = self._layers[layer]
+        banks = self.banks
+        banks.gate.enter()
+        try:
+            check_current(batch, banks.owned)
+            a_bank, b_bank = banks.arrays[module]
+            if batch.single:
+                h = shrink(rows, a_bank, at, batch.blocks)
+                y = expand(y, h, b_bank, at, batch.blocks)
+            else:
+                h = shrink(rows, a_bank, at, batch.blocks, batch.owners, batch.slots)
+                y = expand(y, h, b_bank, at, batch.blocks, batch.slots)
+        finally:
+            banks.gate.leave()
+        return Padded(y, batch.count)
 
     def _rows(
         self, name: str, rows: np.ndarray | jax.Array | None, batch: Batch, width: int

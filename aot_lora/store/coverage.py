@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from aot_lora.config import Config
 from aot_lora.errors import CoverageError, IntegrityError, UnsupportedError
-from aot_lora.plan import Plan
+from aot_lora.plan import Variant
 from aot_lora.store.artifact import Header
 from aot_lora.store.key import differences
 from aot_lora.store.local import LocalStore
-from aot_lora.store.manifest import Manifest
+from aot_lora.store.manifest import Entry, Manifest
 from aot_lora.store.warm import WarmIdentity
 
 
@@ -37,17 +37,36 @@ def find_manifest(store: LocalStore, warm: WarmIdentity, config: Config) -> Mani
     )
 
 
-def check_coverage(manifest: Manifest, plan: Plan, *, where: str) -> None:
-    """Checks that a manifest names every variant of a plan.
+def find_entries(store: LocalStore, warm: WarmIdentity, config: Config) -> dict[str, Entry]:
+    """What the store holds for a server of this config, by variant name.
+
+    Under the policy ``error`` that is the whole plan, or an error. Under the others it is what the
+    last warmup built, finished or not, as long as adapters can be written.
 
     Raises:
-      CoverageError: it does not.
+      CoverageError: too little is there.
     """
-    present = {entry.variant for entry in manifest.entries}
-    missing = [variant.name for variant in plan.variants if variant.name not in present]
+    required = config.plan.variants
+    journal: tuple[Entry, ...] = ()
+    if config.on_miss != "error":
+        required = tuple(v for v in required if v.program in ("bank_write", "bank_reset"))
+        journal = store.read_journal(warm.identity)
+    manifest = () if journal else find_manifest(store, warm, config).entries
+    entries = {entry.variant: entry for entry in (*manifest, *journal)}
+    check_present(set(entries), required, where=str(store.manifest_path(warm.identity)))
+    return entries
+
+
+def check_present(present: set[str], variants: Sequence[Variant], *, where: str) -> None:
+    """Checks that a warmup has built every one of `variants`.
+
+    Raises:
+      CoverageError: it has not.
+    """
+    missing = [variant.name for variant in variants if variant.name not in present]
     if missing:
         raise CoverageError(
-            f"{len(missing)} of {len(plan.variants)} variants are not in the manifest",
+            f"{len(missing)} of {len(variants)} variants are not in the manifest",
             where=where,
             found=", ".join(missing[:5]) + (", …" if len(missing) > 5 else ""),
             next_step="run `aot-lora warmup` with the same config",

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import aot_lora
+from aot_lora.adapters import pack_arrays
 from aot_lora.kernels.reference import lora
 
 
@@ -23,7 +24,8 @@ def main() -> None:
         adapters = {}
         for slot, rank in ((0, 8), (1, 16), (5, 32)):
             adapters[slot] = _normal(rng, rank, 64), _normal(rng, rank, 64)
-            runtime.banks.put(slot, {("q_proj", 0): adapters[slot]})
+            a, b = adapters[slot]
+            runtime.banks.put(slot, pack_arrays({("q_proj", 0): (a, b.T)}, runtime.plan))
         for rows in ([0, 1, 5, -1, 1], [5] * 37, [-1, -1]):
             slots = np.array(rows)
             x, base = _normal(rng, len(rows), 64), _normal(rng, len(rows), 64)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import aot_lora
+from aot_lora.adapters import pack_arrays
 from aot_lora.kernels.reference import lora
 
 CONFIG = Path(__file__).with_name("two_layer_step.yaml")
@@ -27,7 +28,7 @@ def main() -> None:
                 ("up_proj", 0): (_normal(rng, rank, 64), _normal(rng, rank, 128)),
                 ("down_proj", 0): (_normal(rng, rank, 128), _normal(rng, rank, 64)),
             }
-            runtime.banks.put(slot, adapters[slot])
+            runtime.banks.put(slot, packed(runtime.plan, adapters[slot]))
         for slots in ([0, 3, -1, 3, 0], [3] * 37, [-1, -1]):
             rows = np.array(slots)
             x = _normal(rng, len(rows), 64)
@@ -44,9 +45,17 @@ def serve(runtime: aot_lora.Runtime, x: np.ndarray, slots: np.ndarray, weights: 
     padded[: batch.count] = x
     args = (jax.device_put(padded), weights)
     if batch.lanes:
-        banks = tuple(runtime.banks.arrays[name, 0] for name in ("up_proj", "down_proj"))
-        args = (*args, banks, batch.blocks, batch.owners, batch.slots)
-    return np.asarray(step.executable(*args))[: batch.count], step.tokens
+        with runtime.banks.reading() as arrays:  # a load may write them meanwhile
+            banks = (arrays["up_proj"], arrays["down_proj"])
+            y = step.executable(*args, banks, batch.blocks, batch.owners, batch.slots)
+    else:
+        y = step.executable(*args)
+    return np.asarray(y)[: batch.count], step.tokens
+
+
+def packed(plan, weights):
+    """Weights in memory, as (A [r, D], B [r, O]), made ready for the banks."""
+    return pack_arrays({place: (a, b.T) for place, (a, b) in weights.items()}, plan)
 
 
 def expected(x, slots, weights, adapters):

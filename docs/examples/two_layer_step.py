@@ -18,7 +18,7 @@ def step(point: Point, context: Context) -> Program:
     x = context.array(point.tokens, up.d)
     if point.lanes == 0:  # a batch without adapters pays nothing for them
         return Program(fn=_base, args=(x, weights))
-    banks = (context.banks(up.d, up.o), context.banks(down.d, down.o))
+    banks = (context.banks(up), context.banks(down))
     return Program(
         fn=_with_adapters,
         args=(x, weights, banks, batch.blocks, batch.owners, batch.slots),
@@ -32,7 +32,7 @@ def _base(x, weights):
 
 def _with_adapters(x, weights, banks, blocks, owners, slots):
     for w, (a_bank, b_bank), last in zip(weights, banks, (False, True), strict=True):
-        h = lora_shrink(x, a_bank, blocks, owners, slots)
-        x = lora_expand(x @ w, h, b_bank, blocks, slots)
+        h = lora_shrink(x, a_bank, 0, blocks, owners, slots)
+        x = lora_expand(x @ w, h, b_bank, 0, blocks, slots)
         x = x if last else jnp.maximum(x, 0)
     return x

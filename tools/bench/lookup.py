@@ -117,6 +117,8 @@ def _time_apply(runtime: Any, rounds: int, calls: int) -> None:
     import jax
     import numpy as np
 
+    from aot_lora.adapters import pack_arrays
+
     plan = runtime.plan
     module = plan.modules[0]
     random_ = np.random.default_rng(0)
@@ -124,19 +126,19 @@ def _time_apply(runtime: Any, rounds: int, calls: int) -> None:
         random_.standard_normal((16, width)).astype(np.float32) for width in (module.d, module.o)
     )
     for slot in (0, 1):
-        runtime.banks.put(slot, {(module.name, 0): (a, b)})
+        runtime.banks.put(slot, pack_arrays({(module.name, 0): (a, b.T)}, plan))
     batch = runtime.batch(np.arange(16) % 2)
     x = jax.device_put(random_.standard_normal((batch.tokens, module.d)).astype(np.float32))
-    a_bank, b_bank = runtime.banks.arrays[module.name, 0]
-    shrink = runtime._kernel("lora_shrink", batch, ("d", module.d))
-    expand = runtime._kernel("lora_expand", batch, ("o", module.o))
+    a_bank, b_bank = runtime.banks.arrays[module.name]
+    _, shrink, expand = batch.kernels[module.name]
+    layer = jax.device_put(np.int32(0))
     zero = np.zeros((batch.tokens, module.o), np.float32)
 
     def call_bare() -> Any:
         y = jax.device_put(zero)
         for _ in range(calls):  # the base is donated: each result is the next base
-            h = shrink(x, a_bank, batch.blocks, batch.owners, batch.slots)
-            y = expand(y, h, b_bank, batch.blocks, batch.slots)
+            h = shrink(x, a_bank, layer, batch.blocks, batch.owners, batch.slots)
+            y = expand(y, h, b_bank, layer, batch.blocks, batch.slots)
         return y
 
     def call_ours() -> Any:
