@@ -16,7 +16,7 @@ from aot_lora import errors
 if TYPE_CHECKING:
     from aot_lora.config import Config, load_config
     from aot_lora.programs.spec import BatchArgs, Context, Point, Program
-    from aot_lora.runtime import Found, Padded, Runtime, forbid_compile
+    from aot_lora.runtime import Found, Padded, Runtime, allow_compile, forbid_compile
     from aot_lora.warmup import Report
 
 _HOMES = {
@@ -29,6 +29,7 @@ _HOMES = {
     "Program": "aot_lora.programs.spec",
     "Report": "aot_lora.warmup",
     "Runtime": "aot_lora.runtime",
+    "allow_compile": "aot_lora.runtime",
     "forbid_compile": "aot_lora.runtime",
     "load_config": "aot_lora.config",
 }
@@ -50,6 +51,7 @@ __all__ = [
     "Program",
     "Report",
     "Runtime",
+    "allow_compile",
     "errors",
     "forbid_compile",
     "load_config",

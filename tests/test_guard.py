@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aot_lora import _jax_compat, forbid_compile
+from aot_lora import _jax_compat, allow_compile, forbid_compile
 from aot_lora.errors import RecompileError
 from aot_lora.runtime import guard
+from aot_lora.signature import ArraySpec, Signature
 
 X = jax.device_put(np.ones((3, 5), np.float32))
 
@@ -137,3 +138,68 @@ def test_a_seal_holds_in_every_thread() -> None:
     assert len(caught) == 4
     work()
     assert len(caught) == 4
+
+
+def test_one_place_may_compile_and_it_is_noted() -> None:
+    before = len(guard.allowed())
+    caught: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            jax.jit(fresh())(X)
+        except RecompileError as error:
+            caught.append(error)
+
+    with forbid_compile():
+        with allow_compile("the sampler is not warmed yet"):
+            np.testing.assert_array_equal(jax.jit(fresh())(X), np.asarray(X) / 2)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        with pytest.raises(RecompileError):
+            jax.jit(fresh())(X)
+    (noted,) = guard.allowed()[before:]
+    assert (noted.function, noted.reason) == ("jit_half", "the sampler is not warmed yet")
+    assert noted.seconds > 0
+    assert len(caught) == 1
+
+
+def test_to_allow_needs_a_reason() -> None:
+    with pytest.raises(ValueError, match="needs a reason"), allow_compile(" "):
+        pass
+
+
+def signature(*shapes: tuple[int, ...]) -> Signature:
+    inputs = tuple(ArraySpec(shape=s, dtype="float32", name=f"x{n}") for n, s in enumerate(shapes))
+    return Signature(
+        function="half",
+        inputs=inputs,
+        outputs=(),
+        donated=(),
+        kept=tuple(range(len(shapes))),
+        in_tree="",
+        out_tree="",
+    )
+
+
+@pytest.mark.parametrize(
+    ("variants", "text"),
+    [
+        (
+            {"half/t4": signature((4, 5)), "half/t9": signature((9, 9), (1,))},
+            "x0 was f32[4,5]",
+        ),
+        ({"half/t9": signature((9, 9), (1,))}, "`half/t9`: it takes 2 arguments"),
+        ({"half/t3": signature((3, 5))}, "`half/t3`: of the same arguments"),
+    ],
+)
+def test_a_refusal_names_the_nearest_variant_and_what_differs(
+    variants: dict[str, Signature], text: str
+) -> None:
+    guard.seal("sealed by a test", variants)
+    try:
+        with pytest.raises(RecompileError) as caught:
+            jax.jit(fresh())(X)
+    finally:
+        guard.unseal("sealed by a test")
+    assert text in str(caught.value.expected)

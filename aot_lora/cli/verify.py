@@ -7,7 +7,7 @@ import sys
 import click
 
 from aot_lora import errors
-from aot_lora.cli.options import common, emit, note, read_config, size
+from aot_lora.cli.options import common, emit, note, read_config, size, table
 from aot_lora.config import Config
 from aot_lora.errors import AotLoraError
 from aot_lora.plan import TargetSpec
@@ -20,7 +20,12 @@ from aot_lora.store.warm import WarmIdentity
 @click.command()
 @common
 @click.option("--runnable", is_flag=True, help="Also require a device of the target here.")
-def command(config: str, store: str | None, form: str, debug: bool, runnable: bool) -> int:
+@click.option(
+    "--execute", is_flag=True, help="Also run each LoRA program against its float32 definition."
+)
+def command(
+    config: str, store: str | None, form: str, debug: bool, runnable: bool, execute: bool
+) -> int:
     """Check every artifact of CONFIG: present, whole, made for what is installed here."""
     del debug
     loaded = read_config(config, store)
@@ -36,6 +41,8 @@ def command(config: str, store: str | None, form: str, debug: bool, runnable: bo
             host_device(target)
     for error in damaged:
         note(str(error))
+    if execute and not damaged:
+        return _execute(loaded, form)
     total = len(loaded.plan.variants) * len(loaded.targets)
     if form == "json":
         emit({"variants": total, "whole": whole, "damaged": len(damaged), "bytes": total_bytes})
@@ -63,3 +70,35 @@ def _verify(config: Config, target: TargetSpec) -> tuple[list[int], list[AotLora
             continue
         sizes.append(entry.bytes)
     return sizes, damaged
+
+
+def _execute(config: Config, form: str) -> int:
+    """Runs every point on this host's device and shows the worst error of each variant."""
+    from aot_lora.runtime import Runtime
+    from aot_lora.runtime.prove import Proof, prove
+
+    with Runtime.open(config) as runtime:
+        worst: dict[str, Proof] = {}
+        for proof in prove(runtime):
+            before = worst.get(proof.variant)
+            if before is None or proof.error > before.error:
+                worst[proof.variant] = proof
+        target = runtime.target
+    without = [v.name for v in config.plan.variants if v.name not in worst]
+    wrong = [proof for proof in worst.values() if not proof.error <= proof.limit]
+    if form == "json":
+        errors_of = {name: proof.error for name, proof in worst.items()}
+        emit({"executed": len(worst), "wrong": len(wrong), "unproven": without, "error": errors_of})
+    else:
+        rows = [(p.variant, f"{p.error:.1e}", f"{p.limit:.1e}") for p in worst.values()]
+        table(f"worst error on {target}", ("variant", "error", "limit"), rows)
+        print(f"{len(worst) - len(wrong)} of {len(worst)} variants are right")
+        if without:
+            print(
+                f"{len(without)} were not run: a user's own program has no definition here, and "
+                "no batch of so few tokens has so many adapters"
+            )
+    for proof in wrong:
+        note(f"{proof.variant}: error {proof.error:.1e} is above {proof.limit:.1e}")
+    sys.stdout.flush()
+    return errors.EXIT_CHECK if wrong else errors.EXIT_OK

@@ -85,7 +85,10 @@ class Runtime:
             metrics=self.metrics,
         )
         self._sealed_as = f"sealed by Runtime.open({str(config.path)!r})"
-        guard.seal(self._sealed_as)
+        guard.seal(
+            self._sealed_as,
+            {variant.name: one.signature for variant, one in loaded.items()},
+        )
 
     @classmethod
     def open(cls, config: str | os.PathLike[str] | Config, *, store: str | None = None) -> Runtime:
