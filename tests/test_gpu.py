@@ -21,6 +21,7 @@ SERVE = """
 import sys
 import jax, numpy as np
 import aot_lora
+from aot_lora.adapters import pack_arrays
 from aot_lora.kernels.reference import lora, tolerance
 
 rng = np.random.default_rng(0)
@@ -32,7 +33,8 @@ with aot_lora.Runtime.open(sys.argv[1]) as runtime:
     adapters = {}
     for slot, rank in ((0, 8), (2, 16), (5, 64)):
         adapters[slot] = normal(rank, 256), normal(rank, 512)
-        runtime.banks.put(slot, {("q_proj", 0): adapters[slot]})
+        a, b = adapters[slot]
+        runtime.banks.put(slot, pack_arrays({("q_proj", 0): (a, b.T)}, runtime.plan))
     for rows in ([0, 2, 5, -1] * 40, [5] * 16, [-1, 2], [-1]):
         slots = np.array(rows)
         x, base = normal(len(rows), 256), normal(len(rows), 512)
@@ -85,3 +87,5 @@ def test_warmup_then_serve_without_a_compile(gpu_config: Path):
         assert nothing in again, again
     served = _run("-c", SERVE, str(gpu_config))
     assert "refused: refused to compile" in served, served
+    proven = _run("-m", "aot_lora", "verify", str(gpu_config), "--execute")
+    assert "variants are right" in proven, proven
