@@ -619,3 +619,20 @@ def test_a_store_without_bank_writes_is_refused_under_every_policy(copy: Path) -
     copy.write_text(copy.read_text() + "on_miss: pad_up\n")
     with pytest.raises(CoverageError, match="2 of 4 variants are not in the manifest"):
         Runtime.open(copy)
+
+
+def test_priming_runs_every_executable_once_and_serves_the_same(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    plain = jax.stages.Compiled.__call__
+
+    def seen(self: Any, *arguments: Any, **named: Any) -> Any:
+        ran.append("")
+        return plain(self, *arguments, **named)
+
+    copy.write_text(copy.read_text() + "priming: true\n")
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", seen)
+    with Runtime.open(copy) as runtime:
+        assert len(ran) == len(runtime.plan.variants)
+        check_apply(runtime, [0, -1, 1], load(runtime, {0: 8, 1: 128}))

@@ -40,6 +40,7 @@ class Config:
       on_miss: what a server does at a point without an executable.
       swap: whether adapters give way to others when the banks are full.
       host_cache_bytes: of prepared adapters in a server's memory.
+      priming: whether a server runs each executable once before it serves.
       warnings: findings that do not stop anything, each with its place.
     """
 
@@ -51,6 +52,7 @@ class Config:
     on_miss: OnMiss
     swap: bool
     host_cache_bytes: int
+    priming: bool
     warnings: tuple[str, ...]
 
     @property
@@ -112,6 +114,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         on_miss=file.on_miss,
         swap=file.adapters.mode == "swap",
         host_cache_bytes=file.adapters.host_cache,
+        priming=file.priming,
         warnings=tuple(warnings),
     )
 

@@ -218,4 +218,5 @@ class ConfigFile(Strict):
     limits: LimitsSection = LimitsSection()
     store: StoreSection = StoreSection()
     adapters: AdaptersSection = AdaptersSection()
+    priming: bool = False
     on_miss: OnMiss = "error"

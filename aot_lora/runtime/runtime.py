@@ -21,6 +21,7 @@ from aot_lora.runtime.batch import Batch, check_current, make_batch
 from aot_lora.runtime.executables import Executables
 from aot_lora.runtime.load import Loaded, load_all
 from aot_lora.runtime.metrics import Metrics
+from aot_lora.runtime.prime import prime
 from aot_lora.targets.devices import host_device
 
 
@@ -107,7 +108,10 @@ class Runtime:
         if not isinstance(config, Config):
             config = load_config(config, store=store)
         target, device = _target_here(config)
-        return cls(config, target, load_all(config, target, device), device)
+        loaded = load_all(config, target, device)
+        if config.priming:
+            prime(loaded.values(), device)
+        return cls(config, target, loaded, device)
 
     @property
     def plan(self) -> Plan:

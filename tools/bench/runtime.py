@@ -50,11 +50,12 @@ def main() -> None:
             _load(Path(name), options.platform, options.rounds)
 
 
-def _open(folder: Path, config: str) -> Any:
+def _open(folder: Path, config: str, platform: str = "cpu") -> Any:
     note("warming up")
+    environment = child_environment() if platform == "cpu" else dict(os.environ)
     command = [sys.executable, "-m", "aot_lora", "warmup", config, "--store", str(folder / "store")]
     quiet = subprocess.DEVNULL
-    subprocess.run(command, check=True, env=child_environment(), stdout=quiet, stderr=quiet)
+    subprocess.run(command, check=True, env=environment, stdout=quiet, stderr=quiet)
 
     from aot_lora import Runtime
 
@@ -194,7 +195,7 @@ def _load(folder: Path, platform: str, rounds: int) -> None:
 
     config = folder / "loaded.yaml"
     config.write_text(_LOADED.format(platform=platform), encoding="utf-8")
-    runtime = _open(folder, str(config))
+    runtime = _open(folder, str(config), platform)
     for rank in (16, 64):
         path = _write_adapter(folder / f"r{rank}", runtime.plan, rank, rank)
         file = path / "adapter_model.safetensors"

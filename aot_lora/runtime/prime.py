@@ -1,0 +1,40 @@
+"""Priming: every executable runs once before the first request does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from aot_lora.runtime.load import Loaded
+from aot_lora.signature import ArraySpec
+
+
+def prime(loaded: Iterable[Loaded], device: Any) -> None:
+    """Runs each executable once, on zeros, and waits: first runs load code and set up memory.
+
+    Arrays of one shape are shared, so that a step whose layers are alike needs the memory of one.
+
+    Args:
+      loaded: what to run; the banks should not be there yet.
+      device: where.
+    """
+    shared: dict[tuple[tuple[int, ...], str], jax.Array] = {}
+
+    def zeros(spec: ArraySpec) -> jax.Array:
+        return jax.device_put(np.zeros(spec.shape, jax.numpy.dtype(spec.dtype)), device)
+
+    for executable, signature in loaded:
+        leaves: list[jax.Array] = []
+        for index, spec in enumerate(signature.inputs):
+            key = (spec.shape, spec.dtype)
+            if index in signature.donated:
+                leaves.append(zeros(spec))
+                continue
+            if key not in shared:
+                shared[key] = zeros(spec)
+            leaves.append(shared[key])
+        arguments, named = jax.tree.unflatten(executable.in_tree, leaves)
+        jax.block_until_ready(executable(*arguments, **named))
