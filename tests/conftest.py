@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from serving import shared_folder, write_served
+
+from aot_lora import load_config
+from aot_lora.warmup import warmup
 
 settings.register_profile("shared host", deadline=None)  # A compile, or a busy core, is no bug.
 settings.load_profile("shared host")
@@ -40,6 +44,14 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 def tiny_config(write_config: Callable[..., Path]) -> Path:
     """A CPU config of thirteen small variants; its store is the folder `store` beside it."""
     return write_config()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config `SERVED`, warmed up; copy it before changing its store."""
+    config = write_served(shared_folder(tmp_path_factory, "served"))
+    assert not warmup(load_config(config)).failed
+    return config
 
 
 @pytest.fixture

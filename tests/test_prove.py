@@ -7,19 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from serving import cli, shared_folder, write_served
+from serving import cli
 
 from aot_lora import Runtime, load_config
 from aot_lora.plan import Variant
 from aot_lora.runtime.prove import prove
-from aot_lora.warmup import warmup
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = write_served(shared_folder(tmp_path_factory, "served"))
-    assert not warmup(load_config(config)).failed
-    return config
 
 
 def test_every_lora_variant_is_proven_from_the_command_line(served: Path) -> None:

@@ -19,12 +19,10 @@ from serving import (
     edit_manifest,
     identity_of,
     manifest_of,
-    shared_folder,
     store_of,
-    write_served,
 )
 
-from aot_lora import Runtime, _jax_compat, errors, load_config
+from aot_lora import Runtime, _jax_compat, errors
 from aot_lora.adapters import pack_arrays
 from aot_lora.cli.main import run
 from aot_lora.errors import CoverageError, OutOfPlanError, UnsupportedError
@@ -32,18 +30,9 @@ from aot_lora.kernels.reference import lora, tolerance
 from aot_lora.plan import TargetSpec
 from aot_lora.store import artifact as artifacts
 from aot_lora.targets import identity
-from aot_lora.warmup import warmup
 
 IN, OUT, LAYERS = 16, 24, 2
 Weights = dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config `SERVED`, warmed up; copy it before changing its store."""
-    config = write_served(shared_folder(tmp_path_factory, "served"))
-    assert not warmup(load_config(config)).failed
-    return config
 
 
 @pytest.fixture

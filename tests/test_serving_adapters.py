@@ -8,22 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapter_files import corrupt_adapters, write_adapter
-from serving import shared_folder, write_served
 
-from aot_lora import Runtime, errors, load_config
+from aot_lora import Runtime, errors
 from aot_lora.kernels.reference import lora, tolerance
 from aot_lora.runtime.gate import Gate
-from aot_lora.warmup import warmup
 
 IN, OUT = 16, 24
 Pair = tuple[np.ndarray, np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = write_served(shared_folder(tmp_path_factory, "served"))
-    assert not warmup(load_config(config)).failed
-    return config
 
 
 @pytest.fixture
