@@ -9,13 +9,18 @@ each supported one.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Generator
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import jax
-from jax._src import compiler, core, stages, tree_util
+import numpy as np
+from jax._src import api_util, compiler, core, pjit, stages, tree_util
+from jax._src import config as jax_config
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax.sharding import SingleDeviceSharding
@@ -240,3 +245,307 @@ def _type_text(kind: Any) -> str:
     text = str(kind).removeprefix("tensor<").removesuffix(">")
     *sizes, dtype = text.split("x")
     return f"{dtype}[{','.join(sizes)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One flattened argument of a call.
+
+    Args:
+      spec: what JAX makes of it; its name is its path, as in a `Signature`.
+      kind: what it was where that matters: ``Python float``, or ``numpy float64`` for a dtype that
+        JAX casts away; empty otherwise and where unknown.
+      committed: whether it was put on its devices by the caller; None where unknown.
+      sharding: where it lies, in words; empty where not committed.
+      elsewhere: committed to other devices than the first one of this host's, which runs what
+        a store holds.
+      donated: whether the call gives it away.
+    """
+
+    spec: ArraySpec
+    kind: str = ""
+    committed: bool | None = None
+    sharding: str = ""
+    elsewhere: bool = False
+    donated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """A call that was, or is to be, compiled. Unknown parts are None.
+
+    Args:
+      function: its name.
+      place: its source, ``file:line``; empty where unknown.
+      arguments: flattened.
+      results: types, in order.
+      tree: the pytree of ((arguments), {keywords}), static ones left out.
+      static: values of the static arguments, by name.
+      options: what else JAX distinguishes: donation is with the arguments, the rest is here.
+      context: JAX's options and context managers that a trace depends on.
+      trace: what the function was traced to; calls may share it and differ in placement.
+      wrapped: the Python function.
+    """
+
+    function: str
+    arguments: tuple[Argument, ...]
+    place: str = ""
+    results: tuple[str, ...] | None = None
+    tree: Any = None
+    static: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
+    context: Mapping[str, Any] | None = None
+    trace: Any = None
+    wrapped: Any = None
+
+
+def call_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+    """Describes a call with arrays, abstract arrays or numbers, without making it."""
+    leaves, tree = tree_util.tree_flatten((args, kwargs))
+    debug = api_util.debug_info("jit", function, args, kwargs)
+    arguments: list[Argument] = []
+    for value, name in zip(leaves, debug.safe_arg_names(len(leaves)), strict=True):
+        where = getattr(value, "sharding", None) if getattr(value, "committed", False) else None
+        arguments.append(_argument(core.shaped_abstractify(value), name, where, value))
+    name = getattr(function, "__name__", str(function))
+    return Call(function=name, arguments=tuple(arguments), tree=tree, static={})
+
+
+def call_of_signature(signature: Signature) -> Call:
+    """What an executable was warmed for, to compare calls with."""
+    return Call(
+        function=signature.function,
+        arguments=tuple(
+            Argument(spec=spec, donated=i in signature.donated)
+            for i, spec in enumerate(signature.inputs)
+        ),
+        tree=_tree(signature.in_tree) if signature.in_tree else None,
+    )
+
+
+def calls_at_hand() -> tuple[Call | None, tuple[Call, ...]]:
+    """The call whose compile is under way, and earlier ones of that function that were compiled.
+
+    For use inside the compile hook. The call is found on this thread's stack: JAX hands the hook
+    no more than MLIR. What was compiled is in the keys of two caches of JAX. Functions are told
+    apart by name and source line, so that one defined anew on each call is still found.
+
+    Returns:
+      (None, ()) where this release of JAX comes to its compiler by another way.
+    """
+    computation, values = _under_way()
+    if computation is None:
+        return None, ()
+    context = jax_config.trace_context()
+    this: tuple[Any, dict[str, Any]] | None = None
+    others: list[tuple[Any, dict[str, Any], Any]] = []
+    for ref, seen, fields, named in pjit._pjit_lower.cache_keys():
+        jaxpr, key = ref(), dict(zip(_LOWERING, fields, strict=True))
+        if jaxpr is None or f"jit({key['name']})" != computation._name:
+            continue
+        if seen != context:
+            others.append((jaxpr, key, seen))
+            continue
+        # Its key is there, so this looks up. A lowering without an executable was refused, or
+        # only looked at.
+        lowering = pjit._pjit_lower(jaxpr, *fields, **named)
+        if lowering is computation:
+            this = jaxpr, key
+        elif lowering._executable is not None:
+            others.append((jaxpr, key, seen))
+    if this is None:  # Lowered under other options than it is compiled under.
+        return _call_of_lowering(computation), ()
+    source = this[0].debug_info.func_src_info
+    traced = _traced(source, context)
+    found = _call(this[0], this[1], context, traced, values)
+    return found, tuple(
+        _call(jaxpr, key, seen, traced, None)
+        for jaxpr, key, seen in others
+        if jaxpr.debug_info.func_src_info == source
+    )
+
+
+# The arguments of `pjit._pjit_lower` after the jaxpr, as they stand in its keys.
+_LOWERING: tuple[str, ...] = (
+    "in_shardings",
+    "out_shardings",
+    "in_layouts",
+    "out_layouts",
+    "donated_invars",
+    "ctx_mesh",
+    "name",
+    "keep_unused",
+    "inline",
+    "compiler_options_kvs",
+)
+_OPTIONS = ("out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "keep_unused", "inline")
+
+
+def _under_way() -> tuple[Any, Sequence[Any] | None]:
+    """The computation that this thread compiles, and the values it was called with."""
+    compiles = pxla.MeshComputation.compile.__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not compiles:
+        frame = frame.f_back
+    if frame is None:
+        return None, None
+    above = frame.f_back
+    called = above is not None and above.f_code is pjit._pjit_call_impl_python.__code__
+    return frame.f_locals["self"], above.f_locals["args"] if above and called else None
+
+
+class _Traced:
+    """How a function was called to be traced: its own object, the pytree and static values."""
+
+    def __init__(self, function: Any, info: Any, signature: Any, params: Any) -> None:
+        self.function = function
+        self.tree = params.in_tree
+        parameters = dict(info.fun_signature.parameters if info.fun_signature else {})
+        names = list(parameters)
+        # Values by position come first, then those by keyword, whose names stand beside.
+        by_name = list(signature.static_arg_names)
+        values = list(signature.static_args)
+        numbers = sorted(info.static_argnums)[: len(values) - len(by_name)]
+        by_position = [names[i] if i < len(names) else f"argument {i}" for i in numbers]
+        given = dict(zip(by_position + by_name, values, strict=True))
+        static = {*info.static_argnames, *(names[i] for i in info.static_argnums if i < len(names))}
+        defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if name in static and parameter.default is not inspect.Parameter.empty
+        }
+        self.static = defaults | given
+
+
+def _traced(source: Any, context: Any) -> dict[int, _Traced]:
+    """The traces of the functions of that source line, by the identity of their jaxpr."""
+    found: dict[int, _Traced] = {}
+    for ref, seen, fields, named in pjit._infer_params_cached.cache_keys():
+        function = ref()
+        # Only keys of this context can be looked up without tracing.
+        if function is None or seen != context or fields[0].fun_sourceinfo != source:
+            continue
+        params = pjit._infer_params_cached(function, *fields, **named).pjit_params
+        if params is not None:
+            jaxpr = params.params["jaxpr"]
+            found[id(jaxpr)] = _Traced(function, fields[0], fields[1], params)
+    return found
+
+
+def _call(
+    jaxpr: Any,
+    key: Mapping[str, Any],
+    context: Sequence[Any],
+    traces: Mapping[int, _Traced],
+    values: Sequence[Any] | None,
+) -> Call:
+    avals, traced = jaxpr.in_avals, traces.get(id(jaxpr))
+    names = _padded(jaxpr.debug_info.arg_names, len(avals))
+    values = _padded(values, len(avals))
+    parts = zip(avals, names, key["in_shardings"], values, key["donated_invars"], strict=True)
+    context_names = jax_config.trace_context_names()
+    if len(context_names) != len(context):
+        context_names = tuple(f"option {i}" for i in range(len(context)))
+    return Call(
+        function=str(key["name"]),
+        place=(jaxpr.debug_info.func_src_info or "").partition(" at ")[2],
+        arguments=tuple(_argument(*part) for part in parts),
+        results=tuple(str(_tolerant_spec(aval, "")) for aval in jaxpr.out_avals),
+        tree=traced and traced.tree,
+        static=traced and traced.static,
+        options={name: key[name] for name in _OPTIONS} | dict(key["compiler_options_kvs"]),
+        context=dict(zip(context_names, context, strict=True)),
+        trace=jaxpr,
+        wrapped=traced and traced.function,
+    )
+
+
+def _call_of_lowering(computation: Any) -> Call | None:
+    info = computation.compile_args.get("all_args_info")
+    if info is None:
+        return None
+    names = _padded(info.debug_info.arg_names, len(info.in_avals))
+    return Call(
+        function=computation._name.removeprefix("jit(").removesuffix(")"),
+        place=(info.debug_info.func_src_info or "").partition(" at ")[2],
+        arguments=tuple(
+            Argument(spec=_tolerant_spec(aval, str(name or "")))
+            for aval, name in zip(info.in_avals, names, strict=True)
+        ),
+    )
+
+
+def _padded(items: Sequence[Any] | None, count: int) -> list[Any]:
+    """`items` behind as many None as are missing: closed-over values come first, nameless."""
+    items = list(items or ())
+    return [None] * (count - len(items)) + items[:count]
+
+
+def _argument(
+    aval: Any, name: str | None, sharding: Any, value: Any = None, donated: bool = False
+) -> Argument:
+    kind = ""
+    if type(value) in (bool, int, float, complex):
+        kind = f"Python {type(value).__name__}"
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != aval.dtype:
+        kind = f"numpy {value.dtype}"
+    spec = _tolerant_spec(aval, name or "a closed-over value")
+    if not isinstance(sharding, jax.sharding.Sharding):  # Nothing, or JAX's "unspecified".
+        return Argument(spec=spec, kind=kind, committed=False, donated=donated)
+    devices = list(sharding._device_assignment)
+    first = jax.local_devices(backend=devices[0].platform)[0]
+    return Argument(
+        spec=spec,
+        kind=kind,
+        committed=True,
+        sharding=_sharding_text(sharding, devices),
+        elsewhere=devices != [first],
+        donated=donated,
+    )
+
+
+def _sharding_text(sharding: Any, devices: list[Any]) -> str:
+    kind = sharding.memory_kind
+    memory = "" if kind in (None, devices[0].default_memory().kind) else f" in {kind}"
+    if len(devices) == 1:
+        return f"{devices[0]}{memory}"
+    spec = getattr(sharding, "spec", None)
+    text = str(sharding) if spec is None else f"P({', '.join(map(repr, spec))})"
+    return f"{text} over {len(devices)} devices{memory}"
+
+
+def _tolerant_spec(aval: Any, name: str) -> ArraySpec:
+    """As `_spec`, for a text only: keys and references pass."""
+    return ArraySpec(
+        shape=tuple(getattr(aval, "shape", ())),
+        dtype=str(getattr(aval, "dtype", type(aval).__name__)),
+        weak_type=bool(getattr(aval, "weak_type", False)),
+        name=name,
+    )
+
+
+def tree_differences(expected: Any, found: Any) -> Iterator[tuple[Any, str, str, str]]:
+    """Where two pytrees of ((arguments), {keywords}) part, from the top.
+
+    Yields:
+      ``0`` and a position or ``1`` and a keyword, or None where the arguments as such differ;
+      the path inside that argument; what is there; what was expected.
+    """
+    for path, was, now, _ in tree_util.equality_errors_pytreedef(expected, found):
+        top = None
+        if len(path) > 1:
+            keyword = tree_util.keystr(path[:1]) == "[1]"
+            key = path[1]
+            top = (int(keyword), key.key if keyword else key.idx)
+        yield top, tree_util.keystr(path[2:]), _node(now), _node(was)
+
+
+def _node(text: str) -> str:
+    if text.startswith("<class '"):
+        text = text.removeprefix("<class '").replace("'>", "")
+    return "an array" if text == "pytree leaf" else text.replace("NoneType", "None")
+
+
+def keywords(tree: Any) -> tuple[str, ...]:
+    """The names passed by keyword, of a pytree of ((arguments), {keywords})."""
+    return tuple(tree.children()[1].node_data()[1])

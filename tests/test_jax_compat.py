@@ -161,3 +161,117 @@ def test_the_compile_hook_sees_every_compile_and_its_text() -> None:
         _jax_compat.set_compile_hook(real)
 
     assert seen == [(f"jit_{name}", ("f32[2,3]", "f32[3]")) for name in ("ahead", "at_once")]
+
+
+def seen_by_the_hook(work: Callable[[], Any]) -> Any:
+    """What `calls_at_hand` finds for the last compile of `work`."""
+    real = _jax_compat.compile_hook()
+    seen: list[Any] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(_jax_compat.calls_at_hand())
+        return real(*args, **kwargs)
+
+    _jax_compat.set_compile_hook(spy)
+    try:
+        work()
+    finally:
+        _jax_compat.set_compile_hook(real)
+    return seen[-1]
+
+
+def test_the_call_under_way_is_read_with_all_its_parts() -> None:
+    def scaled(p: Any, by: Any, twice: bool = False, *, unused: Any = None) -> Any:
+        return p["x"] * by
+
+    f = jax.jit(scaled, static_argnames="twice", donate_argnums=0)
+    device = jax.devices()[0]
+    x = jax.device_put(np.ones((2, 3), "float32"), device)
+
+    call, earlier = seen_by_the_hook(lambda: f({"x": x}, 2.0, twice=True, unused=np.float64(1)))
+
+    assert not earlier
+    assert (call.function, call.results) == ("scaled", ("f32[2,3]",))
+    assert call.place == f"{__file__}:{scaled.__code__.co_firstlineno}"
+    assert [f"{a.spec.name} {a.spec} {a.kind}".strip() for a in call.arguments] == [
+        "p['x'] f32[2,3]",
+        "by ~f32[] Python float",
+        "unused f32[] numpy float64",
+    ]
+    assert [a.committed for a in call.arguments] == [True, False, False]
+    assert call.arguments[0].sharding == str(device)
+    assert [a.donated for a in call.arguments] == [True, False, False]
+    assert call.static == {"twice": True}
+    assert call.tree == jax.tree.structure((({"x": 0}, 0), {"unused": 0}))
+    assert call.options["keep_unused"] is False
+    assert call.context["jax_enable_x64"] is False
+    assert call.wrapped is scaled
+
+
+def test_earlier_calls_are_those_that_were_compiled() -> None:
+    def once(x: Any) -> Any:
+        return x + 1
+
+    f = jax.jit(once)
+    f(np.ones(2))
+    f.lower(np.ones(3)).compile()
+    f.lower(np.ones(4))
+
+    call, earlier = seen_by_the_hook(lambda: f(np.ones(5)))
+
+    assert call.arguments[0].spec.shape == (5,)
+    assert sorted(c.arguments[0].spec.shape for c in earlier) == [(2,), (3,)]
+    assert all(c.static == {} and c.wrapped is once for c in earlier)
+
+
+def test_looking_at_the_calls_traces_and_lowers_nothing() -> None:
+    from jax._src import pjit
+
+    def once(x: Any) -> Any:
+        return x + 1
+
+    f = jax.jit(once)
+    f(np.ones(2))
+    sizes: list[Any] = []
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        before = [c.cache_info().misses for c in (pjit._pjit_lower, pjit._infer_params_cached)]
+        _jax_compat.calls_at_hand()
+        after = [c.cache_info().misses for c in (pjit._pjit_lower, pjit._infer_params_cached)]
+        sizes.append((before, after))
+        return real(*args, **kwargs)
+
+    real = _jax_compat.compile_hook()
+    _jax_compat.set_compile_hook(look)
+    try:
+        f(np.ones(3))
+    finally:
+        _jax_compat.set_compile_hook(real)
+
+    assert sizes
+    assert all(before == after for before, after in sizes)
+
+
+def test_no_call_is_found_where_nothing_is_compiled() -> None:
+    assert _jax_compat.calls_at_hand() == (None, ())
+
+
+def test_a_call_described_ahead_is_the_one_that_is_made() -> None:
+    def scaled(p: Any, *rest: Any, by: Any = 1) -> Any:
+        return p["x"] * by + rest[0]
+
+    args, kwargs = ({"x": np.ones((2, 3), "float32")}, np.float64(1)), {"by": 2.0}
+
+    made, _ = seen_by_the_hook(lambda: jax.jit(scaled)(*args, **kwargs))
+    ahead = _jax_compat.call_of(scaled, *args, **kwargs)
+
+    assert ahead.arguments == made.arguments
+    assert ahead.tree == made.tree
+
+
+def test_a_signature_is_the_call_that_it_was_warmed_for() -> None:
+    traced, lowered = lower("donated")
+    call = _jax_compat.call_of_signature(_jax_compat.signature_of(traced, lowered))
+
+    assert [(a.spec.name, a.donated) for a in call.arguments] == [("x", True), ("y", False)]
+    assert call.tree == lowered.in_tree

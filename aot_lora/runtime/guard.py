@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
+
+import jax
 
 from aot_lora import _jax_compat
 from aot_lora.errors import RecompileError
+from aot_lora.runtime import differences
 from aot_lora.signature import Signature
 
 Variants = Mapping[str, Signature]
 
+_lock = threading.Lock()
+_seals: list[tuple[str, Variants]] = []
+_compile: Callable[..., Any] | None = None
+_allowed: list[Allowed] = []
+# (thread, reason) of each open `allow_compile`. The thread is kept because a context is copied
+# into other threads (asyncio.to_thread), which stay sealed; a context and not a thread's local,
+# because an asyncio task must not let the others through while it waits.
+_passes: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("aot_lora_allow_compile", default=())
+
 
 class Allowed(NamedTuple):
-    """A compile that `allow_compile` let through."""
+    """A compile that `allow_compile` let through a seal, and how long it took."""
 
     function: str
     reason: str
     seconds: float
-
-
-_lock = threading.Lock()
-_seals: list[tuple[str, Variants]] = []
-_compile: Callable[..., Any] | None = None
-_open = threading.local()
-_allowed: list[Allowed] = []
 
 
 def seal(reason: str, variants: Variants | None = None) -> None:
@@ -37,21 +47,21 @@ def seal(reason: str, variants: Variants | None = None) -> None:
 
     Args:
       reason: who seals, for the error's text.
-      variants: signatures of what is warmed, by name; an error names the nearest one.
+      variants: what is warmed, by variant name: an error names the nearest. Dropped by `unseal`.
     """
     global _compile
     with _lock:
         _seals.append((reason, variants or {}))
         if _compile is None:
             _compile = _jax_compat.compile_hook()
-            _jax_compat.set_compile_hook(_guarded)
+            _jax_compat.set_compile_hook(_guard)
 
 
 def unseal(reason: str) -> None:
     """Takes back one `seal`; compiling is allowed again once none is left."""
     global _compile
     with _lock:
-        _seals.remove(next(found for found in _seals if found[0] == reason))
+        del _seals[[name for name, _ in _seals].index(reason)]
         if not _seals and _compile is not None:
             _jax_compat.set_compile_hook(_compile)
             _compile = None
@@ -61,7 +71,8 @@ def unseal(reason: str) -> None:
 def forbid_compile(reason: str = "forbid_compile()") -> Generator[None]:
     """Raises `RecompileError` for any compile inside the block, in any thread.
 
-    What JAX holds compiled in memory still runs: only work for the compiler is refused.
+    What JAX holds compiled in memory still runs: only work for the compiler is refused. The error
+    names what differs from the nearest call that was compiled before.
     """
     seal(reason)
     try:
@@ -72,72 +83,158 @@ def forbid_compile(reason: str = "forbid_compile()") -> Generator[None]:
 
 @contextmanager
 def allow_compile(reason: str) -> Generator[None]:
-    """Lets compiles of this thread through inside the block: for the one place that must.
+    """Lets this thread compile inside the block, through every seal: for the one place that must.
 
-    Other threads stay sealed. Each compile is noted; `allowed()` lists them.
+    Other threads stay sealed. `allowed` lists what was let through.
 
     Args:
-      reason: why it must, for the note.
+      reason: why it must, for whoever reads that list.
 
     Raises:
       ValueError: no reason is given.
     """
-    if not reason.strip():
-        raise ValueError("allow_compile() needs a reason")
-    before = getattr(_open, "reason", None)
-    _open.reason = reason
+    if not isinstance(reason, str) or not reason.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError("allow_compile needs a reason: say why this place must compile")
+    token = _passes.set((*_passes.get(), (threading.get_ident(), reason)))
     try:
         yield
     finally:
-        _open.reason = before
+        _passes.reset(token)
 
 
 def allowed() -> tuple[Allowed, ...]:
-    """Every compile that `allow_compile` has let through a seal, in order."""
-    return tuple(_allowed)
+    """The compiles that `allow_compile` let through a seal since the process started, in order."""
+    with _lock:
+        return tuple(_allowed)
 
 
-def _guarded(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
-    reason, inner = getattr(_open, "reason", None), _compile
-    if reason is None or inner is None:
+def _guard(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
+    here = threading.get_ident()
+    reasons = [reason for thread, reason in _passes.get() if thread == here]
+    if not reasons:
         raise _refusal(computation)
-    began = time.perf_counter()
-    result = inner(backend, computation, *rest, **named)
-    function = _jax_compat.computation_text(computation)[0]
-    _allowed.append(Allowed(function, reason, time.perf_counter() - began))
-    return result
+    # Another thread may have lifted the seal just now: then JAX's own function is back in place.
+    inner = _compile or _jax_compat.compile_hook()
+    start = time.perf_counter()
+    executable = inner(backend, computation, *rest, **named)
+    seconds = time.perf_counter() - start
+    function = _jax_compat.computation_text(computation)[0].removeprefix("jit_")
+    with _lock:
+        _allowed.append(Allowed(function, reasons[-1], seconds))
+    return executable
 
 
 def _refusal(computation: Any) -> RecompileError:
+    with _lock:
+        seals = list(_seals)
+    reason = seals[-1][0] if seals else None
+    try:
+        return _explained(reason, seals)
+    except Exception:  # Whatever JAX has moved: the refusal itself must still be what is raised.
+        pass
     name, arguments = _jax_compat.computation_text(computation)
-    reason, variants = _seals[-1] if _seals else (None, {})
-    nearest = _nearest(name.removeprefix("jit_"), arguments, variants)
     return RecompileError(
         f"refused to compile `{name}`",
         where=reason,
-        expected="only lookups of warmed executables" + (nearest and f"; nearest is {nearest}"),
+        expected=_NOTHING,
         found=f"a compile for arguments ({', '.join(arguments)})",
-        next_step="warm this shape up, or do the work in numpy before the device sees it",
+        next_step=_NEXT,
     )
 
 
-def _nearest(function: str, arguments: tuple[str, ...], variants: Variants) -> str:
-    """The warmed variant of this function with the fewest other arguments, and which those are."""
-    best: list[str] | None = None
-    text = ""
-    for name, signature in variants.items():
-        if signature.function != function:
-            continue
-        kept = [signature.inputs[index] for index in signature.kept]
-        if len(kept) != len(arguments):
-            differs = [f"it takes {len(kept)} arguments"]
+_TOLD = 8  # differences; a wrong batch size may reach hundreds of arguments
+_NOTHING = "only lookups of warmed executables"
+_NEXT = "warm this shape up, or do the work in numpy before the device sees it"
+_NEXT_BY_KIND = {
+    "Python scalar": "pass an array of that dtype, as np.float32(0.5), instead of a Python scalar",
+    "numpy cast": "cast it in numpy, as np.asarray(x, np.float32), before the device sees it",
+    "weak type": "give it a dtype where it is made: jnp.asarray(x, dtype), np.float32(0.5)",
+    "static": "warm this value up, or pass it as an array",
+    "tree": "pass the containers that were warmed, or warm these up",
+    "commitment": "put it where it was: jax.device_put(x, device), or no device_put at all",
+    "sharding": "put it where it was: jax.device_put(x, sharding)",
+    "donation": "use one jax.jit of this function everywhere",
+    "option": "set JAX's options and contexts before warming up, and leave them",
+    "function": "define and jit the function once, outside the loop or the call",
+}
+
+
+def _explained(reason: str | None, seals: list[tuple[str, Variants]]) -> RecompileError:
+    call, earlier = _jax_compat.calls_at_hand()
+    if call is None:
+        raise LookupError("no call on the stack")
+    place, eager = _caller()
+    name = f"`{call.function}`"
+    if call.place and not _is_jax(call.place):
+        name += f" ({_short_path(call.place)})"
+    elif eager and eager != call.function:
+        name += f" for `{eager}`"
+    variants = [item for _, known in reversed(seals) for item in known.items()]
+    near = differences.nearest(call, variants, earlier)
+    if near is None:
+        expected = _NOTHING
+        found = f"a compile for {differences.arguments_text(call)}; nothing by this name was "
+        found += "warmed or compiled before" if variants else "compiled before"
+        next_step = _NEXT
+    else:
+        told = [difference.text.partition(": ")[0] for difference in near.differences]
+        shown = differences.arguments_text(near.expected, told)
+        if near.variant:
+            whose = near.expected.function
+            whose = "" if whose == call.function else f", of `{whose}`"
+            expected = f"as warmed: {shown} (nearest variant `{near.variant}`{whose})"
         else:
-            pairs = zip(kept, arguments, strict=True)
-            differs = [
-                f"{spec.name} was {spec}, now {found}"
-                for spec, found in pairs
-                if str(spec).removeprefix("~") != found
-            ]
-        if best is None or len(differs) < len(best):
-            best, text = differs, f"`{name}`: {'; '.join(differs) or 'of the same arguments'}"
-    return text
+            expected = f"as compiled before: {shown}"
+        found = "; ".join(difference.text for difference in near.differences[:_TOLD])
+        if len(near.differences) > _TOLD:
+            found += f"; and {len(near.differences) - _TOLD} more"
+        next_step = _NEXT_BY_KIND.get(near.differences[0].kind, _NEXT) if found else ""
+        if found and near.expected.trace is not None and near.expected.trace is call.trace:
+            found += "; traced before, only the executable is new"
+        if not found and near.variant:
+            found = "the same arguments, but a call of JAX's own jit, not of the stored executable"
+            next_step = "call what Runtime.lookup returns"
+        elif not found:
+            found = "the same arguments; JAX has dropped what it had compiled, or never kept it"
+            next_step = "compile it again before the seal; see jax.clear_caches"
+    where = ", ".join(filter(None, [reason, place and f"called from {place}"]))
+    return RecompileError(
+        f"refused to compile {name}",
+        where=where or None,
+        expected=expected,
+        found=found,
+        next_step=next_step,
+    )
+
+
+_JAX = str(Path(jax.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+
+
+def _is_jax(place: str) -> bool:
+    return place.startswith(_JAX)
+
+
+def _is_library(file: str) -> bool:
+    in_python = file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file
+    return file.startswith((_JAX, _OURS)) or in_python
+
+
+def _caller() -> tuple[str, str]:
+    """The user's line that led here, ``file:line``, and the function of JAX that it called."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    called = ""
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        name = frame.f_code.co_qualname
+        # JAX's wrappers, as `reraise_with_filtered_traceback`, are closures.
+        if _is_jax(frame.f_code.co_filename) and "<locals>" not in name:
+            called = name
+        frame = frame.f_back
+    if frame is None:
+        return "", called
+    return f"{_short_path(frame.f_code.co_filename)}:{frame.f_lineno}", called
+
+
+def _short_path(place: str) -> str:
+    return place.removeprefix(str(Path.cwd()) + os.sep)
