@@ -198,6 +198,48 @@ def test_a_gate_keeps_a_writer_alone_and_readers_may_nest() -> None:
         pass
 
 
+def test_a_thread_that_reads_cannot_load_and_nothing_is_lost(
+    swapping: Runtime, tmp_path: Path
+) -> None:
+    rt = swapping
+    for seed in range(2):
+        rt.adapters.load(adapter(tmp_path / str(seed), 128, seed=seed)[0], name=str(seed))
+    before = rt.adapters.resident, dict(rt.banks.owned), rt.banks.free_lanes
+    path, _ = adapter(tmp_path / "more", 128)
+    with rt.banks.reading():
+        with pytest.raises(RuntimeError, match="cannot write"):
+            rt.adapters.load(path)
+        with pytest.raises(RuntimeError, match="cannot write"):
+            rt.adapters.unload("0")
+        with pytest.raises(RuntimeError, match="cannot write"):
+            rt.banks.reset(0)
+    assert (rt.adapters.resident, dict(rt.banks.owned), rt.banks.free_lanes) == before
+
+
+def test_two_that_acquire_at_once_share_what_the_first_loaded(
+    swapping: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the host cache keeps nothing, so that each has read the files for itself."""
+    rt = swapping
+    monkeypatch.setattr(rt.adapters.host, "_budget_bytes", 0)
+    rt.adapters.register(adapter(tmp_path / "a", 8)[0], name="a")
+    plain = rt.adapters.host.get
+    inside: list[int] = []
+
+    def get(folder: Path) -> object:
+        packed = plain(folder)
+        if not inside:  # while the first reads, a second comes and is done
+            inside.append(-1)
+            inside.append(rt.adapters.acquire("a"))
+        return packed
+
+    monkeypatch.setattr(rt.adapters.host, "get", get)
+    assert rt.adapters.acquire("a") == inside[1]
+    assert rt.metrics.loads.value == 1
+    rt.adapters.release("a")
+    rt.adapters.release("a")
+
+
 def test_prometheus_reads_what_the_runtime_counts(rt: Runtime) -> None:
     registry = pytest.importorskip("prometheus_client").CollectorRegistry()
     from aot_lora.runtime.prometheus import MetricsCollector

@@ -113,6 +113,7 @@ class Adapters:
         Raises:
           CapacityError: it is in use. OutOfPlanError: no such adapter.
         """
+        self._banks.gate.check_may_write()  # before anything changes
         with self._writer:
             with self._lock:
                 found = self._idle(name)
@@ -176,6 +177,7 @@ class Adapters:
         self.host.close()
 
     def _load(self, name: str, folder: Path, *, pin: bool, use: bool) -> int:
+        self._banks.gate.check_may_write()  # before anything changes
         began = time.perf_counter()
         try:
             packed = self.host.get(folder)
@@ -185,7 +187,8 @@ class Adapters:
         with self._writer:
             with self._lock:
                 found = self._resident.get(name)
-                if found is not None and found.packed is packed:  # nothing to write
+                # Nothing to write: the same files, or another thread loaded it for `acquire` first.
+                if found is not None and (use or found.packed is packed):
                     return self._publish(name, found, pin=pin, use=use)
                 slot, leaving = self._make_room(name, packed)
             for other in leaving:

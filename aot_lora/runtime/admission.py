@@ -48,14 +48,15 @@ class Admission:
         """
         if tokens < 1:
             raise OutOfPlanError("a request without tokens", expected="1 or more")
-        if slot != -1 and slot not in self._owned:
+        blocks = self._owned.get(slot)  # one look: a writer may be at work
+        if slot != -1 and blocks is None:
             raise OutOfPlanError(
                 f"slot {slot} holds no adapter",
                 expected=f"-1, or one of {sorted(self._owned)}",
                 next_step="load the adapter before a request names its slot",
             )
         new = slot != -1 and slot not in self._adapters
-        lanes = len(self._owned[slot]) * self._quantum if new else 0
+        lanes = len(blocks or ()) * self._quantum if new else 0
         wanted = {
             "tokens": (len(self.slots), tokens),
             "adapters": (len(self._adapters), int(new)),

@@ -109,6 +109,7 @@ class Banks:
 
     def reset(self, slot: int) -> None:
         """Empties a slot: its lanes are zeroed and free again. An empty slot stays empty."""
+        self.gate.check_may_write()  # before anything changes
         blocks = self.owned.pop(slot, ())
         if not blocks:
             return

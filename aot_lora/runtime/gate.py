@@ -46,11 +46,19 @@ class Gate:
         finally:
             self.leave()
 
+    def check_may_write(self) -> None:
+        """Refuses a thread that reads: it would wait for itself.
+
+        Raises:
+          RuntimeError: it does.
+        """
+        if getattr(self._mine, "depth", 0):
+            raise RuntimeError("a thread that reads the banks cannot write them")
+
     @contextmanager
     def writing(self) -> Generator[None]:
         """Waits for the readers to leave, and holds new ones back inside the block."""
-        if getattr(self._mine, "depth", 0):
-            raise RuntimeError("a thread that reads the banks cannot write them")
+        self.check_may_write()
         with self._door:
             with self._left:
                 self._left.wait_for(lambda: not self._inside)
