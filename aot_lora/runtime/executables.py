@@ -45,11 +45,6 @@ class Executables:
         self._routes: dict[tuple[int, int, bool], Route] = {}
         self._steps: dict[Variant, tuple[Variant, Any]] = {}
 
-    @property
-    def missing(self) -> list[Variant]:
-        """Variants of the plan that are not loaded."""
-        return [variant for variant in self.plan.variants if variant not in self.loaded]
-
     def step(self, program: str, tokens: int, lanes: int) -> tuple[Variant, Any]:
         """A user program's variant and executable for so many tokens and lanes.
 

@@ -31,19 +31,13 @@ class Loaded(NamedTuple):
     signature: Signature
 
 
-def load_all(
-    config: Config,
-    target: TargetSpec,
-    device: Any,
-    known: Mapping[Variant, Loaded] | None = None,
-) -> dict[Variant, Loaded]:
+def load_all(config: Config, target: TargetSpec, device: Any) -> dict[Variant, Loaded]:
     """The variants of the plan, loaded on `device`.
 
     Args:
       config: under another policy than ``error``, variants may be missing from its store.
       target: what they were compiled for.
       device: of this host.
-      known: what is loaded already, and is not loaded again.
 
     Raises:
       CoverageError: the store has no warmup that fits, or one that lacks variants.
@@ -62,15 +56,14 @@ def load_all(
             found=device.device_kind,
             next_step="name this device's topology in the config and warm up for it",
         )
-    loaded = dict(known or {})
-    wanted = [v for v in config.plan.variants if v.name in entries and v not in loaded]
+    wanted = [variant for variant in config.plan.variants if variant.name in entries]
     unique = {entries[variant.name].key: entries[variant.name] for variant in wanted}
     # One more than cores: while one waits for Python's lock the cores still load (10 % at 1,040).
     pool = ThreadPoolExecutor(usable_cores() + 1, thread_name_prefix="aot-lora-load")
     with _without_collecting(), pool as threads:
         done = threads.map(lambda e: _load(store, e, expected, device), unique.values())
         by_key = dict(zip(unique, done, strict=True))
-    return loaded | {variant: by_key[entries[variant.name].key] for variant in wanted}
+    return {variant: by_key[entries[variant.name].key] for variant in wanted}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from aot_lora.adapters import pack_arrays
 from aot_lora.adapters.values import DTYPES
 from aot_lora.errors import OutOfPlanError
 from aot_lora.kernels.reference import lora, tolerance
-from aot_lora.plan import Axis, Module, Variant
+from aot_lora.plan import Module, Variant
 from aot_lora.runtime.batch import Batch
 from aot_lora.runtime.runtime import Runtime
 
@@ -42,13 +42,13 @@ def prove(runtime: Runtime) -> Iterator[Proof]:
     if not plan.with_lora:
         return
     for lanes in plan.adapter_lanes.buckets:
-        yield from _prove_lanes(runtime, lanes, plan.adapter_lanes, True, rng)
+        yield from _prove_lanes(runtime, lanes, True, rng)
     for lanes in plan.lanes.buckets:
-        yield from _prove_lanes(runtime, lanes, plan.lanes, False, rng)
+        yield from _prove_lanes(runtime, lanes, False, rng)
 
 
 def _prove_lanes(
-    runtime: Runtime, lanes: int, axis: Axis, single: bool, rng: np.random.Generator
+    runtime: Runtime, lanes: int, single: bool, rng: np.random.Generator
 ) -> Iterator[Proof]:
     plan = runtime.plan
     for slot in list(runtime.banks.owned):
