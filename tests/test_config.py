@@ -57,7 +57,7 @@ BAD = {
     "planned key": good(end="store: {verify_key: deploy.pub}\n"),
     "planned fraction": good(end="limits: {hbm_fraction: 0.9}\n"),
     "planned mesh": good(end="mesh: {tp: 4}\n"),
-    "planned miss policy": good(end="on_miss: background\n"),
+    "unknown miss policy": good(end="on_miss: wait\n"),
     # Types.
     "text for a number": good("ranks: [8]", "ranks: ['8']"),
     "fraction for a number": tokens("budget: 64.0, buckets: pow2"),

@@ -15,6 +15,7 @@ from aot_lora.plan import TargetSpec
 from aot_lora.store import LocalStore, Manifest
 from aot_lora.store import artifact as artifacts
 from aot_lora.store.coverage import find_manifest
+from aot_lora.store.misses import widened
 from aot_lora.store.warm import WarmIdentity
 
 
@@ -27,7 +28,7 @@ def command(config: str, store: str | None, form: str, debug: bool, variant: str
     if config.endswith(".aot"):
         _artifact(Path(config), form)
         return
-    loaded = read_config(config, store)
+    loaded = widened(read_config(config, store))
     for target in loaded.targets:
         manifest = find_manifest(
             LocalStore(loaded.store_root), WarmIdentity.of(loaded, target), loaded

@@ -14,6 +14,7 @@ from aot_lora.plan import TargetSpec
 from aot_lora.store import LocalStore
 from aot_lora.store.coverage import check_header, check_present, find_manifest
 from aot_lora.store.key import shorten
+from aot_lora.store.misses import widened
 from aot_lora.store.warm import WarmIdentity
 
 
@@ -28,7 +29,7 @@ def command(
 ) -> int:
     """Check every artifact of CONFIG: present, whole, made for what is installed here."""
     del debug
-    loaded = read_config(config, store)
+    loaded = widened(read_config(config, store))
     whole, total_bytes, damaged = 0, 0, list[AotLoraError]()
     for target in loaded.targets:
         sizes, found = _verify(loaded, target)

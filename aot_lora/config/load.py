@@ -35,6 +35,7 @@ class Config:
       path: the file it was read from.
       targets: what to compile for, at least one.
       plan: the variants.
+      written_plan: those that the file asks for; `plan` may have buckets that servers missed.
       store_root: the folder of the store.
       user_sources: extra source files of the user's programs, as globs beside the config.
       on_miss: what a server does at a point without an executable.
@@ -47,6 +48,7 @@ class Config:
     path: Path
     targets: tuple[TargetSpec, ...]
     plan: Plan
+    written_plan: Plan
     store_root: Path
     user_sources: tuple[str, ...]
     on_miss: OnMiss
@@ -109,6 +111,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         path=path,
         targets=targets,
         plan=plan,
+        written_plan=plan,
         store_root=_store_root(path, file.store.root, store),
         user_sources=tuple(glob for entry in entries for glob in entry.sources),
         on_miss=file.on_miss,

@@ -166,7 +166,7 @@ def _with_unit(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(_with_unit), Field(ge=1)]
-OnMiss = Literal["error", "pad_up"]
+OnMiss = Literal["error", "pad_up", "background"]
 
 
 class LimitsSection(Strict):

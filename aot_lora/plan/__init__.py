@@ -5,7 +5,15 @@ Letters: T tokens, D inputs, O outputs, R rank, S slots, L lanes.
 
 from aot_lora.plan.axes import Axis, gaps, mean_waste, pow2_buckets, step_buckets
 from aot_lora.plan.cost import Estimate, check_limits, estimate, usable_cores
-from aot_lora.plan.plan import DTYPE_BYTES, LORA_PROGRAMS, Plan, build_plan, round_up
+from aot_lora.plan.plan import (
+    DTYPE_BYTES,
+    LORA_PROGRAMS,
+    Plan,
+    WideAxis,
+    build_plan,
+    round_up,
+    widen,
+)
 from aot_lora.plan.variants import Module, TargetSpec, UserEntry, Variant
 
 __all__ = [
@@ -18,6 +26,7 @@ __all__ = [
     "TargetSpec",
     "UserEntry",
     "Variant",
+    "WideAxis",
     "build_plan",
     "check_limits",
     "estimate",
@@ -27,4 +36,5 @@ __all__ = [
     "round_up",
     "step_buckets",
     "usable_cores",
+    "widen",
 ]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from aot_lora.plan.axes import Axis
 from aot_lora.plan.variants import Module, UserEntry, Variant
+
+WideAxis = Literal["tokens", "lanes"]
+"""An axis to which a server may add buckets."""
 
 LORA_PROGRAMS = (
     "lora_shrink",
@@ -117,6 +121,25 @@ def build_plan(
         user=user,
     )
     return replace(plan, variants=tuple(dict.fromkeys(_enumerate(plan))))
+
+
+def widen(plan: Plan, buckets: Mapping[WideAxis, Sequence[int]]) -> Plan:
+    """A plan with further buckets on its axes ``tokens`` and ``lanes``.
+
+    Args:
+      plan: any plan.
+      buckets: by axis; an axis without any stays as it is.
+    """
+    tokens, lanes = (
+        Axis(name=name, buckets=tuple(sorted({*axis.buckets, *buckets.get(name, ())})))
+        for name, axis in _wide_axes(plan).items()
+    )
+    wide = replace(plan, tokens=tokens, lanes=lanes)
+    return replace(wide, variants=tuple(dict.fromkeys(_enumerate(wide))))
+
+
+def _wide_axes(plan: Plan) -> dict[WideAxis, Axis]:
+    return {"tokens": plan.tokens, "lanes": plan.lanes}
 
 
 def _enumerate(plan: Plan) -> Iterator[Variant]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
 from aot_lora.errors import OutOfPlanError
 from aot_lora.plan import Axis, Module, Plan, Variant
+from aot_lora.runtime.misses import Misses
 
 
 class Kernels(NamedTuple):
@@ -32,16 +33,14 @@ class Executables:
     Args:
       plan: axes and modules.
       loaded: `jax.stages.Compiled` by variant; all of the plan's unless the policy bears misses.
-      missed: told of each point of the plan that has no executable of its own, once; returns
-        whether a larger bucket may serve instead.
+      misses: told of each point of the plan that has no executable of its own, once, and of
+        lengths beyond it.
     """
 
-    def __init__(
-        self, plan: Plan, loaded: Mapping[Variant, Any], missed: Callable[[], bool]
-    ) -> None:
+    def __init__(self, plan: Plan, loaded: Mapping[Variant, Any], misses: Misses) -> None:
         self.plan = plan
         self.loaded = loaded
-        self._missed = missed
+        self._misses = misses
         self._routes: dict[tuple[int, int, bool], Route] = {}
         self._steps: dict[Variant, tuple[Variant, Any]] = {}
 
@@ -51,10 +50,7 @@ class Executables:
         Raises:
           OutOfPlanError: no such program, or nothing that holds the shape.
         """
-        plan = self.plan
-        variant = Variant(
-            program, plan.tokens.bucket(tokens), plan.lanes.bucket(lanes) if lanes else 0
-        )
+        variant = Variant(program, *self._buckets(tokens, lanes, self.plan.lanes))
         executable = self.loaded.get(variant)
         if executable is not None:
             return variant, executable
@@ -74,12 +70,19 @@ class Executables:
         Raises:
           OutOfPlanError: nothing holds the shape.
         """
-        axis = self._axis(single)
-        key = (self.plan.tokens.bucket(tokens), axis.bucket(lanes) if lanes else 0, single)
+        key = (*self._buckets(tokens, lanes, self._axis(single)), single)
         route = self._routes.get(key)
         if route is None:
             route = self._routes[key] = self._find_route(*key)
         return route
+
+    def _buckets(self, tokens: int, lanes: int, axis: Axis) -> tuple[int, int]:
+        try:
+            return self.plan.tokens.bucket(tokens), axis.bucket(lanes) if lanes else 0
+        except OutOfPlanError as error:
+            self._misses.beyond("tokens", tokens, error)
+            self._misses.beyond("lanes", lanes, error)
+            raise
 
     def _axis(self, single: bool) -> Axis:
         return self.plan.adapter_lanes if single else self.plan.lanes
@@ -90,7 +93,7 @@ class Executables:
         exact = self._kernels(tokens, lanes, single)
         if exact is not None:
             return Route(tokens, lanes, exact)
-        if self._missed():
+        if self._misses.planned():
             for larger in self._larger(tokens, lanes, self._axis(single)):
                 kernels = self._kernels(*larger, single)
                 if kernels is not None:
@@ -122,7 +125,7 @@ class Executables:
                 expected="batches without adapters" if variant.lanes else "batches with adapters",
                 next_step="list slots above 0" if variant.lanes else "list 0 among lora.slots",
             )
-        if self._missed():
+        if self._misses.planned():
             for tokens, lanes in self._larger(variant.tokens, variant.lanes, plan.lanes):
                 larger = variant._replace(tokens=tokens, lanes=lanes)
                 if larger in self.loaded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -31,13 +31,16 @@ class Loaded(NamedTuple):
     signature: Signature
 
 
-def load_all(config: Config, target: TargetSpec, device: Any) -> dict[Variant, Loaded]:
+def load_all(
+    config: Config, target: TargetSpec, device: Any, *, held: Container[Variant] = ()
+) -> dict[Variant, Loaded]:
     """The variants of the plan, loaded on `device`.
 
     Args:
       config: under another policy than ``error``, variants may be missing from its store.
       target: what they were compiled for.
       device: of this host.
+      held: variants that need no loading.
 
     Raises:
       CoverageError: the store has no warmup that fits, or one that lacks variants.
@@ -56,7 +59,7 @@ def load_all(config: Config, target: TargetSpec, device: Any) -> dict[Variant, L
             found=device.device_kind,
             next_step="name this device's topology in the config and warm up for it",
         )
-    wanted = [variant for variant in config.plan.variants if variant.name in entries]
+    wanted = [v for v in config.plan.variants if v.name in entries and v not in held]
     unique = {entries[variant.name].key: entries[variant.name] for variant in wanted}
     # One more than cores: while one waits for Python's lock the cores still load (10 % at 1,040).
     pool = ThreadPoolExecutor(usable_cores() + 1, thread_name_prefix="aot-lora-load")

@@ -21,7 +21,9 @@ from aot_lora.runtime.batch import Batch, check_current, make_batch
 from aot_lora.runtime.executables import Executables
 from aot_lora.runtime.load import Loaded, load_all
 from aot_lora.runtime.metrics import Metrics
+from aot_lora.runtime.misses import Misses
 from aot_lora.runtime.prime import prime
+from aot_lora.store.misses import widened
 from aot_lora.targets.devices import host_device
 
 
@@ -72,7 +74,8 @@ class Runtime:
         plan = config.plan
         self._plan = plan
         found = {variant: one.executable for variant, one in loaded.items()}
-        self._executables = Executables(plan, found, self._missed)
+        self._misses = Misses(config, target, self.metrics, self._take_up)
+        self._executables = Executables(plan, found, self._misses)
         self._dtype = jax.numpy.dtype(plan.dtype)
         self._modules = {module.name: module for module in plan.modules}
         most = max((module.layers for module in plan.modules), default=0)
@@ -86,10 +89,8 @@ class Runtime:
             metrics=self.metrics,
         )
         self._sealed_as = f"sealed by Runtime.open({str(config.path)!r})"
-        guard.seal(
-            self._sealed_as,
-            {variant.name: one.signature for variant, one in loaded.items()},
-        )
+        self._signatures = {variant.name: one.signature for variant, one in loaded.items()}
+        guard.seal(self._sealed_as, self._signatures)
 
     @classmethod
     def open(cls, config: str | os.PathLike[str] | Config, *, store: str | None = None) -> Runtime:
@@ -107,6 +108,7 @@ class Runtime:
         """
         if not isinstance(config, Config):
             config = load_config(config, store=store)
+        config = widened(config)
         target, device = _target_here(config)
         loaded = load_all(config, target, device)
         if config.priming:
@@ -115,12 +117,13 @@ class Runtime:
 
     @property
     def plan(self) -> Plan:
-        """The plan that this runtime serves."""
+        """The plan that this runtime serves; a background warmup may add buckets to it."""
         return self._plan
 
     def close(self) -> None:
         """Lifts the seal. A second call does nothing."""
         self.adapters.close()
+        self._misses.close()
         if self._sealed_as:
             guard.unseal(self._sealed_as)
             self._sealed_as = ""
@@ -171,9 +174,19 @@ class Runtime:
         self.metrics.lookups.add()
         return Found(executable, variant.tokens, variant.lanes)
 
-    def _missed(self) -> bool:
-        self.metrics.misses.add()
-        return self.config.on_miss == "pad_up"
+    def _take_up(self, config: Config) -> None:
+        """Serves what a warmup has stored meanwhile, with the buckets of a wider config.
+
+        What is loaded now is not primed: the device's memory is in use by now.
+        """
+        held = self._executables.loaded
+        loaded = load_all(config, self.target, self.device, held=held)
+        signatures = {v.name: one.signature for v, one in loaded.items()} | self._signatures
+        guard.seal(self._sealed_as, signatures)
+        guard.unseal(self._sealed_as)  # the older one
+        found = {variant: one.executable for variant, one in loaded.items()}
+        self._executables = Executables(config.plan, {**held, **found}, self._misses)
+        self._signatures, self._plan = signatures, config.plan
 
     def batch(self, slots: np.ndarray) -> Batch:
         """The per-batch metadata: made once, reused by every module and layer.

@@ -51,8 +51,9 @@ def find_entries(store: LocalStore, warm: WarmIdentity, config: Config) -> dict[
     if config.on_miss != "error":
         required = tuple(v for v in required if v.program in ("bank_write", "bank_reset"))
         journal = store.read_journal(warm.identity)
-    manifest = () if journal else find_manifest(store, warm, config).entries
-    entries = {entry.variant: entry for entry in (*manifest, *journal)}
+    manifest = store.read_manifest(warm.identity) if journal else find_manifest(store, warm, config)
+    finished = manifest.entries if manifest else ()
+    entries = {entry.variant: entry for entry in (*finished, *journal)}
     check_present(set(entries), required, where=str(store.manifest_path(warm.identity)))
     return entries
 

@@ -110,7 +110,7 @@ class LocalStore:
           StoreError: the disk is full, the store is read-only, ...
         """
         path = self.artifact_path(key)
-        _write_atomic(path, data, place=_link)
+        write_atomic(path, data, place=_link)
         return self.read_artifact(key)
 
     def set_aside(self, key: str) -> Path | None:
@@ -164,7 +164,7 @@ class LocalStore:
 
     def write_manifest(self, identity: str, manifest: Manifest) -> None:
         """Writes a manifest whole and forgets the journal behind it."""
-        _write_atomic(self.manifest_path(identity), dump_manifest(manifest))
+        write_atomic(self.manifest_path(identity), dump_manifest(manifest))
         self.journal_path(identity).unlink(missing_ok=True)
 
     def read_journal(self, identity: str) -> tuple[Entry, ...]:
@@ -222,10 +222,19 @@ def _link(temporary: Path, path: Path) -> None:
         temporary.replace(path)
 
 
-def _write_atomic(
+def write_atomic(
     path: Path, data: bytes, *, place: Callable[[Path, Path], object] = Path.replace
 ) -> None:
-    """Temp file in the same folder, fsync, rename."""
+    """Writes a file whole or not at all: temp file in the same folder, fsync, rename.
+
+    Args:
+      path: its folder is made where need be.
+      data: all of it.
+      place: gives the temporary file its name.
+
+    Raises:
+      StoreError: the disk is full, the store is read-only, ...
+    """
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,5 +35,6 @@ class WarmIdentity:
         """
         target_parts = identity(target)
         sources = source_digests(config.plan, config=config.path, extra=config.user_sources)
-        parts = {"plan": config.plan.digest(), **sources, **target_parts}
+        # One manifest serves a plan and what servers missed: it is the written plan's.
+        parts = {"plan": config.written_plan.digest(), **sources, **target_parts}
         return cls(identity=key_of(parts), parts=parts, target_parts=target_parts)

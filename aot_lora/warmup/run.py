@@ -11,6 +11,7 @@ from aot_lora.errors import AotLoraError, IntegrityError
 from aot_lora.plan import TargetSpec, Variant, usable_cores
 from aot_lora.store import Entry, LocalStore, Manifest
 from aot_lora.store.manifest import FORMAT
+from aot_lora.store.misses import widened
 from aot_lora.store.warm import WarmIdentity
 from aot_lora.warmup.job import Built, Job
 from aot_lora.warmup.pool import build_all
@@ -64,6 +65,8 @@ def warmup(
 ) -> Report:
     """Fills the store for every target of a config. What is there and whole is kept.
 
+    Under `on_miss: background`, buckets that servers missed come with it.
+
     Worker processes are spawned, so a script that calls this needs the usual
     ``if __name__ == "__main__":``.
 
@@ -74,8 +77,10 @@ def warmup(
 
     Raises:
       UnsupportedError: this host cannot compile for a target, or the store cannot be written.
+      IntegrityError: what servers missed is recorded in a damaged file.
     """
     began = time.perf_counter()
+    config = widened(config)
     reports = [_warm_target(config, t, jobs, progress or Progress()) for t in config.targets]
     return Report(
         points=sum(report.points for report in reports),
