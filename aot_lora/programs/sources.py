@@ -14,7 +14,10 @@ from aot_lora.plan import Plan, UserEntry
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Whatever has a say in what is traced, compiled or written. A change costs traces, not compiles.
-_OWN = ("kernels/**/*.py", "lowering/*.py", "programs/*.py", "targets/*.py", "*.py")
+_OWN = (
+    *("kernels/**/*.py", "lowering/*.py", "programs/*.py", "targets/*.py", "_jax_compat/*.py"),
+    "*.py",
+)
 
 
 def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[str, str]:
@@ -28,20 +31,25 @@ def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[
     Raises:
       ProgramError: a user module does not exist; ConfigError: a glob matches nothing.
     """
-    own = [(p.relative_to(_PACKAGE), p) for glob in _OWN for p in _PACKAGE.glob(glob)]
-    digests = {"source of aot_lora": _digest((path.as_posix(), file) for path, file in own)}
+    digests = {"source of aot_lora": own_digest()}
     for entry in plan.user:
         top = entry.entry.partition(":")[0].partition(".")[0]
-        digests[f"source of {top}"] = _digest(source_files(entry, config=config))
+        digests[f"source of {top}"] = digest_files(source_files(entry, config=config))
     folder = config.absolute().parent
     for glob in extra:
         matches = sorted(path for path in folder.glob(glob) if path.is_file())
         if not matches:
             raise ConfigError(f"sources: `{glob}` matches no file", where=str(config))
-        digests[f"source {glob}"] = _digest(
+        digests[f"source {glob}"] = digest_files(
             (path.relative_to(folder).as_posix(), path) for path in matches
         )
     return digests
+
+
+def own_digest() -> str:
+    """SHA-256 of those files of aot-lora that have a say in what is traced or compiled."""
+    own = [(p.relative_to(_PACKAGE), p) for glob in _OWN for p in _PACKAGE.glob(glob)]
+    return digest_files((path.as_posix(), file) for path, file in own)
 
 
 def search_path(config: Path) -> list[str]:
@@ -86,7 +94,8 @@ def find_top(name: str, *, config: Path) -> ModuleSpec | None:
     return found or importlib.util.find_spec(name)  # editable installs have finders of their own
 
 
-def _digest(files: Iterable[tuple[str, Path]]) -> str:
+def digest_files(files: Iterable[tuple[str, Path]]) -> str:
+    """SHA-256 over names and bytes of (name, file) pairs, in the names' order."""
     digest = hashlib.sha256()
     for name, path in sorted(files):
         body = path.read_bytes()

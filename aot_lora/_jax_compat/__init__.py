@@ -1,7 +1,8 @@
-"""The only module that touches private JAX names. Works on jax 0.10.2 up to 0.12.
+"""The only package that touches private JAX names. Works on jax 0.10.2 up to 0.12.
 
-Everything that a release of JAX may move stands here, and `tests/test_jax_compat.py` runs it on
-each supported one.
+Everything that a release of JAX may move stands here and in the files beside: `dispatch` (calls of
+`aot_lora.jit`), `placement` (shardings as text) and `trees` (pytrees as text). Tests run all of it
+on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
@@ -180,24 +181,55 @@ def load(raw: bytes, signature: Signature, device: Any) -> Any:
       signature: of the same program.
       device: the one device to run on.
     """
-    client = device.client
-    devices = xla_client.DeviceList((device,))
-    executable = client.deserialize_executable(
-        raw, devices, None if device.platform == "gpu" else xla_client.CompileOptions()
-    )
     sharding = SingleDeviceSharding(device)
+    return load_placed(
+        raw,
+        signature,
+        (device,),
+        in_shardings=[sharding] * len(signature.kept),
+        out_shardings=[sharding] * len(signature.outputs),
+        committed=False,
+    )
+
+
+def load_placed(
+    raw: bytes,
+    signature: Signature,
+    devices: Sequence[Any],
+    *,
+    in_shardings: Sequence[Any],
+    out_shardings: Sequence[Any],
+    committed: bool,
+) -> Any:
+    """As `load`, on one or several devices with the shardings it was compiled for.
+
+    Args:
+      raw: what `serialize` returned.
+      signature: of the same program.
+      devices: in the order of the program's device assignment.
+      in_shardings: of the kept inputs.
+      out_shardings: of all results.
+      committed: whether results are committed to the devices.
+    """
+    client = devices[0].client
+    device_list = xla_client.DeviceList(tuple(devices))
+    # Default options stand for one device; None leaves those that were compiled with.
+    plain = len(devices) == 1 and devices[0].platform != "gpu"
+    executable = client.deserialize_executable(
+        raw, device_list, xla_client.CompileOptions() if plain else None
+    )
     in_avals = [_aval(spec) for spec in signature.inputs]
     kept_avals = [in_avals[i] for i in signature.kept]
     out_avals = [_aval(spec) for spec in signature.outputs]
     loaded = pxla.UnloadedMeshExecutable(
         xla_executable=executable,
-        device_list=devices,
+        device_list=device_list,
         backend=client,
         input_avals=kept_avals,
-        input_shardings=[sharding] * len(kept_avals),
+        input_shardings=list(in_shardings),
         output_avals=out_avals,
-        output_shardings=[sharding] * len(out_avals),
-        committed=False,
+        output_shardings=list(out_shardings),
+        committed=committed,
         name=signature.function,
         unordered_effects=[],
         ordered_effects=[],
