@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aot_lora.config import Config, load_config
     from aot_lora.programs.spec import BatchArgs, Context, Point, Program
     from aot_lora.runtime import Found, Padded, Runtime, allow_compile, forbid_compile
+    from aot_lora.runtime.jit import jit, recording, replay
     from aot_lora.warmup import Report
 
 _HOMES = {
@@ -31,7 +32,10 @@ _HOMES = {
     "Runtime": "aot_lora.runtime",
     "allow_compile": "aot_lora.runtime",
     "forbid_compile": "aot_lora.runtime",
+    "jit": "aot_lora.runtime.jit",
     "load_config": "aot_lora.config",
+    "recording": "aot_lora.runtime.jit",
+    "replay": "aot_lora.runtime.jit",
 }
 
 
@@ -54,5 +58,8 @@ __all__ = [
     "allow_compile",
     "errors",
     "forbid_compile",
+    "jit",
     "load_config",
+    "recording",
+    "replay",
 ]

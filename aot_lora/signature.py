@@ -24,6 +24,25 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where an executable runs, other than on a target's first device.
+
+    Args:
+      devices: ids, in the order of its device assignment.
+      shardings: each one that occurs, as text.
+      inputs: for each kept input, which of `shardings`.
+      outputs: for each result, likewise.
+      committed: whether its results are committed to the devices.
+    """
+
+    devices: tuple[int, ...]
+    shardings: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """Arguments and results of an executable, flattened.
 
@@ -35,6 +54,8 @@ class Signature:
       kept: positions of the inputs that the executable takes.
       in_tree: of ((arguments), {}), as JAX's protocol buffer in base64.
       out_tree: of the results, likewise.
+      placement: of a recorded call; None for a variant of a plan.
+      call: of a recorded call, what else tells it from others, as JSON; empty otherwise.
     """
 
     function: str
@@ -44,6 +65,8 @@ class Signature:
     kept: tuple[int, ...]
     in_tree: str
     out_tree: str
+    placement: Placement | None = None
+    call: str = ""
 
     def __str__(self) -> str:
         """One line: ``x: f32[16,64], donated base: f32[16,64] -> f32[16,64]``."""

@@ -9,13 +9,11 @@ on each supported release.
 
 from __future__ import annotations
 
-import base64
 import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -26,19 +24,21 @@ from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax.sharding import SingleDeviceSharding
 
+from aot_lora._jax_compat.trees import tree_of, tree_text
 from aot_lora.errors import ProgramError
 from aot_lora.signature import ArraySpec, Signature
 
 
-def signature_of(traced: Any, lowered: Any) -> Signature:
+def signature_of(traced: Any, lowered: Any, *, own_nodes: bool = False) -> Signature:
     """The signature of a traced and lowered function.
 
     Args:
       traced: what `jax.jit(f).trace(...)` returned.
       lowered: what `traced.lower(...)` returned.
+      own_nodes: as of `trees.tree_text`.
 
     Raises:
-      ProgramError: a pytree of it holds other nodes than tuples, lists, dicts and None.
+      ProgramError: a pytree of it holds other nodes than `tree_text` can write.
     """
     leaves = tree_util.tree_flatten_with_path(lowered.args_info)[0]
     names = _argument_names(lowered, leaves)
@@ -50,8 +50,8 @@ def signature_of(traced: Any, lowered: Any) -> Signature:
         outputs=outputs,
         donated=tuple(i for i, (_, info) in enumerate(leaves) if info.donated),
         kept=tuple(sorted(lowered._lowering.compile_args["kept_var_idx"])),
-        in_tree=_tree_text(lowered.in_tree),
-        out_tree=_tree_text(lowered.out_tree),
+        in_tree=tree_text(lowered.in_tree, own_nodes=own_nodes),
+        out_tree=tree_text(lowered.out_tree, own_nodes=own_nodes),
     )
 
 
@@ -131,24 +131,6 @@ def _spec(info: Any, name: str) -> ArraySpec:
         weak_type=bool(getattr(aval, "weak_type", False)),
         name=name,
     )
-
-
-def _tree_text(tree: Any) -> str:
-    try:
-        return base64.b64encode(tree.serialize_using_proto()).decode()
-    except ValueError:
-        raise ProgramError(
-            "an argument or result holds a pytree node of its own kind",
-            expected="tuples, lists, dicts and None around the arrays",
-            found=str(tree)[:200],
-            next_step="flatten it into a dict or tuple at the program's edge",
-        ) from None
-
-
-@cache  # the variants of a program share theirs
-def _tree(text: str) -> Any:
-    registry = tree_util.default_registry
-    return tree_util.PyTreeDef.deserialize_using_proto(registry, base64.b64decode(text))
 
 
 def serialize(compiled: Any) -> bytes:
@@ -244,10 +226,10 @@ def load_placed(
         pgle_profiler=None,
     ).load()
     args_info = jax.tree.unflatten(
-        _tree(signature.in_tree),
+        tree_of(signature.in_tree),
         [stages.ArgInfo(aval, i in signature.donated) for i, aval in enumerate(in_avals)],
     )
-    return stages.Compiled(loaded, [], args_info, _tree(signature.out_tree))
+    return stages.Compiled(loaded, [], args_info, tree_of(signature.out_tree))
 
 
 def _aval(spec: ArraySpec) -> Any:
@@ -351,7 +333,7 @@ def call_of_signature(signature: Signature) -> Call:
             Argument(spec=spec, donated=i in signature.donated)
             for i, spec in enumerate(signature.inputs)
         ),
-        tree=_tree(signature.in_tree) if signature.in_tree else None,
+        tree=tree_of(signature.in_tree) if signature.in_tree else None,
     )
 
 

@@ -1,9 +1,10 @@
 """Calls that are looked up: JAX's own C++ dispatch, asked for an executable instead of a trace."""
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ from jax._src import api_util, core, tree_util
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax
 
-from aot_lora._jax_compat import Argument, _argument, _tree_text
-from aot_lora._jax_compat.placement import is_traced, sharding_text
+from aot_lora._jax_compat import Argument, _argument
+from aot_lora._jax_compat.placement import is_traced, sharding_of, sharding_text
+from aot_lora._jax_compat.trees import tree_text
+from aot_lora.signature import Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +49,7 @@ class Given:
 
     def tree_text(self) -> str:
         """The pytree as in a `Signature`."""
-        return _tree_text(self.tree)
+        return tree_text(self.tree, own_nodes=True)
 
     def arguments(self) -> tuple[Argument, ...]:
         """The leaves with their names, to say what differs."""
@@ -118,6 +121,14 @@ def dispatcher(jitted: Any, find: Callable[[Given], Any]) -> Any:
         pxla.JitGlobalCppCacheKeys(),
         tree_util.dispatch_registry,
         pxla.cc_shard_arg,
+    )
+
+
+def recorded_arguments(signature: Signature, shardings: Sequence[str]) -> tuple[Argument, ...]:
+    """The leaves of a recorded call, to compare others with; a sharding's text is "" for none."""
+    return tuple(
+        _argument(spec, spec.name, sharding_of(sharding) if sharding else None)
+        for spec, sharding in zip(signature.inputs, shardings, strict=True)
     )
 
 

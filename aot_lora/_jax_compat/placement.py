@@ -1,11 +1,11 @@
 """Where arrays lie, as text that another process can read back: shardings and meshes."""
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,26 +18,7 @@ from jax.sharding import SingleDeviceSharding as OneDevice
 
 from aot_lora._jax_compat import load_placed
 from aot_lora.errors import ProgramError
-from aot_lora.signature import Signature
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where an executable runs.
-
-    Args:
-      devices: ids, in the order of its device assignment.
-      shardings: each one that occurs, as text.
-      inputs: for each kept input, which of `shardings`.
-      outputs: for each result, likewise.
-      committed: whether its results are committed to the devices.
-    """
-
-    devices: tuple[int, ...]
-    shardings: tuple[str, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    committed: bool
+from aot_lora.signature import Placement, Signature
 
 
 def placement_of(compiled: Any) -> Placement:
@@ -73,9 +54,9 @@ def placement_of(compiled: Any) -> Placement:
 
 
 def load_at(raw: bytes, signature: Signature, placement: Placement) -> Any:
-    """Loads raw PJRT bytes where they ran before, as a `jax.stages.Compiled`.
+    """Loads raw PJRT bytes where they are to run, as a `jax.stages.Compiled`.
 
-    Bad bytes, or fewer devices than then, may abort the process: check them first.
+    Bad bytes, or another number of devices, may abort the process: check them first.
     """
     shardings = [sharding_of(text) for text in placement.shardings]
     return load_placed(
@@ -155,7 +136,7 @@ def context_texts() -> Mapping[str, str]:
     for name, value in found.items():
         meshes = value if isinstance(value, tuple) else (value,)
         if meshes and all(isinstance(mesh, Mesh) for mesh in meshes):
-            texts[name] = json.dumps([mesh_fields(mesh) for mesh in meshes])
+            texts[name] = json.dumps([mesh_fields(mesh) for mesh in meshes if not mesh.empty])
             continue
         texts[name] = repr(value)
         if " at 0x" in texts[name]:

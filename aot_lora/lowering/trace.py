@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,22 +55,57 @@ def trace(variant: Variant, program: Program, *, platform: str, device: Any | No
             ),
             args,
         )
+    found = lower(
+        lambda: jax.jit(program.fn, donate_argnums=program.donate).trace(*args),
+        platform=platform,
+        where=variant.name,
+    )
+    return Trace(
+        variant=variant,
+        fingerprint=found.fingerprint,
+        signature=found.signature,
+        lowered=found.lowered,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """A traced and lowered call. `lowered` is what JAX compiles."""
+
+    fingerprint: str
+    signature: Signature
+    lowered: Any
+
+
+def lower(
+    trace: Callable[[], Any], *, platform: str, where: str, own_nodes: bool = False
+) -> Lowering:
+    """Traces and lowers one call of what `jax.jit` returned.
+
+    Args:
+      trace: calls its `trace`, and returns what that did.
+      platform: ``cpu``, ``cuda`` or ``tpu``; need not be present.
+      where: for errors.
+      own_nodes: whether named tuples and registered classes may be among the arguments.
+
+    Raises:
+      ProgramError: it cannot be traced, or no stored executable could do what it does.
+    """
     try:
-        traced = jax.jit(program.fn, donate_argnums=program.donate).trace(*args)
+        traced = trace()
         _jax_compat.refuse_callbacks(traced)
         lowered = traced.lower(lowering_platforms=(platform,))
-        signature = _jax_compat.signature_of(traced, lowered)
+        signature = _jax_compat.signature_of(traced, lowered, own_nodes=own_nodes)
     except AotLoraError as error:
-        error.where = error.where or variant.name
+        error.where = error.where or where
         raise type(error)(error.problem, **error.fields()) from error
     except Exception as error:
         raise ProgramError(
             f"cannot be traced: {type(error).__name__}: {str(error).strip()[:1000]}",
-            where=variant.name,
+            where=where,
             next_step="mend the program; --debug shows where it raised",
         ) from error
-    return Trace(
-        variant=variant,
+    return Lowering(
         fingerprint=fingerprint(lowered.as_text(), trees=(signature.in_tree, signature.out_tree)),
         signature=signature,
         lowered=lowered,

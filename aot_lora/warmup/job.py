@@ -7,15 +7,13 @@ import signal
 import time
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from aot_lora.config import Config
-from aot_lora.errors import IntegrityError, ProgramError
+from aot_lora.errors import ProgramError
 from aot_lora.plan import TargetSpec, Variant
 from aot_lora.store import Entry, LocalStore
-from aot_lora.store import artifact as artifacts
-from aot_lora.store.key import key_of, shorten
+from aot_lora.store.keep import keep
 from aot_lora.targets.environment import worker_environment
 
 
@@ -107,34 +105,18 @@ def build(variant: Variant) -> Built:
         "signature": f"{found.signature} kept {found.signature.kept}",
         **worker.job.parts,
     }
-    key = key_of(parts)
-    stored, aside = _stored(worker.store, key)
-    if stored is None:
-        raw = _jax_compat.serialize(_compile(variant, found.lowered))
-        header = artifacts.Header(
-            variant=variant.name,
-            parts=shorten(parts),
-            signature=found.signature,
-            raw_bytes=len(raw),
-        )
-        data = worker.store.write_artifact(key, artifacts.pack(header, raw))
-        digest, size = artifacts.digest_of(data), len(data)
-    else:
-        digest, size = stored.digest, stored.file_bytes
-    return Built(
-        entry=Entry(variant=variant.name, key=key, digest=digest, bytes=size),
-        compiled=stored is None,
-        seconds=time.perf_counter() - began,
-        set_aside=str(aside or ""),
+    kept = keep(
+        worker.store,
+        variant.name,
+        parts,
+        lambda: (_jax_compat.serialize(_compile(variant, found.lowered)), found.signature),
     )
-
-
-def _stored(store: LocalStore, key: str) -> tuple[artifacts.Artifact | None, Path | None]:
-    """The artifact where it is stored and whole; where a damaged one went."""
-    try:
-        return store.read(key), None
-    except IntegrityError:
-        return None, store.set_aside(key)
+    return Built(
+        entry=kept.entry,
+        compiled=kept.compiled,
+        seconds=time.perf_counter() - began,
+        set_aside=str(kept.set_aside or ""),
+    )
 
 
 def _compile(variant: Variant, lowered: Any) -> Any:
