@@ -54,7 +54,7 @@ class Signature:
       kept: positions of the inputs that the executable takes.
       in_tree: of ((arguments), {}), as JAX's protocol buffer in base64.
       out_tree: of the results, likewise.
-      placement: of a recorded call; None for a variant of a plan.
+      placement: of a recorded call, or on a mesh; None for a variant on one device.
       call: of a recorded call, what else tells it from others, as JSON; empty otherwise.
     """
 

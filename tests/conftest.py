@@ -3,6 +3,7 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # Before anything imports jax.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # for meshes and replicas
 os.environ.pop("AOT_LORA_CACHE", None)  # A store of the caller's is not for tests.
 
 from collections.abc import Callable

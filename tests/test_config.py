@@ -56,7 +56,11 @@ BAD = {
     "planned fit": tokens("budget: 64, buckets: {fit: traffic.csv, count: 10}"),
     "planned key": good(end="store: {verify_key: deploy.pub}\n"),
     "planned fraction": good(end="limits: {hbm_fraction: 0.9}\n"),
-    "planned mesh": good(end="mesh: {tp: 4}\n"),
+    "mesh that divides no module": good(end="mesh: {tp: 3}\n"),
+    "row-parallel module that is none": good(end="mesh: {tp: 2, row_parallel: [o]}\n"),
+    "topology smaller than the mesh": good(
+        "platform: cpu", 'platform: tpu, topology: "v6e:2x2"', end="mesh: {tp: 8}\n"
+    ),
     "unknown miss policy": good(end="on_miss: wait\n"),
     # Types.
     "text for a number": good("ranks: [8]", "ranks: ['8']"),

@@ -209,11 +209,11 @@ from aot_lora.targets.identity import TPU_KINDS
 targets = [TargetSpec(platform="tpu", topology=f"{name}:1x1") for name in TPU_KINDS]
 os.environ.update(worker_environment(targets[0]))
 from aot_lora.errors import UnsupportedError
-from aot_lora.targets.devices import compile_device
+from aot_lora.targets.devices import compile_devices
 for target in targets:
-    print(compile_device(target).device_kind)
+    print(compile_devices(target)[0].device_kind)
 try:
-    compile_device(TargetSpec(platform="tpu", topology="v6e:3x5"))
+    compile_devices(TargetSpec(platform="tpu", topology="v6e:3x5"))
 except UnsupportedError as error:
     print(error)
 """

@@ -125,6 +125,7 @@ CHANGED = {
     "lanes": Axis(name="lanes", buckets=(16,)),
     "adapter_lanes": Axis(name="lanes", buckets=(16,)),
     "modules": (replace(Q, name="other"), K),
+    "tp": 2,
     "layers": 3,
     "dtype": "bfloat16",
     "quantum": 8,

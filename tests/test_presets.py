@@ -73,7 +73,10 @@ def test_module_shapes_are_those_of_the_published_model(model: str, tmp_path) ->
         "up_proj": (hidden, inner),
         "down_proj": (inner, hidden),
     }
-    expected = tuple(Module(name=n, d=d, o=o, layers=layers) for n, (d, o) in shapes.items())
+    expected = tuple(
+        Module(name=n, d=d, o=o, layers=layers, split="d" if n in ("o_proj", "down_proj") else "o")
+        for n, (d, o) in shapes.items()
+    )
     path = tmp_path / "x.yaml"
 
     path.write_text(MINIMAL.format(model=model, modules="all-linear"))

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -195,11 +196,7 @@ def load_placed(
     """
     client = devices[0].client
     device_list = xla_client.DeviceList(tuple(devices))
-    # Default options stand for one device; None leaves those that were compiled with.
-    plain = len(devices) == 1 and devices[0].platform != "gpu"
-    executable = client.deserialize_executable(
-        raw, device_list, xla_client.CompileOptions() if plain else None
-    )
+    executable = client.deserialize_executable(raw, device_list, _options(tuple(devices)))
     in_avals = [_aval(spec) for spec in signature.inputs]
     kept_avals = [in_avals[i] for i in signature.kept]
     out_avals = [_aval(spec) for spec in signature.outputs]
@@ -230,6 +227,16 @@ def load_placed(
         [stages.ArgInfo(aval, i in signature.donated) for i, aval in enumerate(in_avals)],
     )
     return stages.Compiled(loaded, [], args_info, tree_of(signature.out_tree))
+
+
+@cache
+def _options(devices: tuple[Any, ...]) -> Any:
+    """Options that move an executable to these devices; without, it stays where it was compiled.
+
+    A call with arrays of other devices than those then ends the process (CPU, 0.10.2 and 0.12).
+    """
+    ids = np.array([[device.id for device in devices]])
+    return compiler.get_compile_options(1, len(devices), device_assignment=ids)
 
 
 def _aval(spec: ArraySpec) -> Any:

@@ -53,16 +53,29 @@ def placement_of(compiled: Any) -> Placement:
     )
 
 
-def load_at(raw: bytes, signature: Signature, placement: Placement) -> Any:
+def load_at(
+    raw: bytes,
+    signature: Signature,
+    placement: Placement,
+    devices: Sequence[Any] | None = None,
+) -> Any:
     """Loads raw PJRT bytes where they are to run, as a `jax.stages.Compiled`.
 
     Bad bytes, or another number of devices, may abort the process: check them first.
+
+    Args:
+      raw: what `serialize` returned.
+      signature: of the same program.
+      placement: where it was compiled to run.
+      devices: those to take instead, in the same order; this host's of the same ids unless given.
     """
-    shardings = [sharding_of(text) for text in placement.shardings]
+    devices = _devices(placement.devices) if devices is None else devices
+    present = dict(zip(placement.devices, devices, strict=True))
+    shardings = [sharding_of(text, present) for text in placement.shardings]
     return load_placed(
         raw,
         signature,
-        _devices(placement.devices),
+        devices,
         in_shardings=[shardings[i] for i in placement.inputs],
         out_shardings=[shardings[i] for i in placement.outputs],
         committed=placement.committed,
@@ -98,14 +111,14 @@ def sharding_text(sharding: Any, *, rank: int | None = None) -> str:
     return json.dumps(value)
 
 
-def sharding_of(text: str) -> Any:
-    """The sharding that `sharding_text` wrote."""
+def sharding_of(text: str, present: Mapping[int, Any] | None = None) -> Any:
+    """The sharding that `sharding_text` wrote, over this host's devices or those of `present`."""
     value: dict[str, Any] = json.loads(text)
     if "device" in value:
-        (device,) = _devices([value["device"]])
+        (device,) = _devices([value["device"]], present)
         return OneDevice(device, memory_kind=value["memory"])
     mesh = value["mesh"]
-    devices = np.array(_devices(mesh["devices"]), dtype=object).reshape(mesh["sizes"])
+    devices = np.array(_devices(mesh["devices"], present), dtype=object).reshape(mesh["sizes"])
     types = tuple(AxisType[name] for name in mesh["types"])
     spec = PartitionSpec(*(tuple(p) if isinstance(p, list) else p for p in value["spec"]))
     made = Mesh(devices, tuple(mesh["axes"]), axis_types=types)
@@ -163,8 +176,9 @@ def _spec(spec: PartitionSpec) -> list[Any]:
     return parts
 
 
-def _devices(ids: Sequence[int]) -> list[Any]:
-    present = {device.id: device for device in jax.devices()}
+def _devices(ids: Sequence[int], present: Mapping[int, Any] | None = None) -> list[Any]:
+    if present is None:
+        present = {device.id: device for device in jax.devices()}
     missing = [number for number in ids if number not in present]
     if missing:
         raise ProgramError(

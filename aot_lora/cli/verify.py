@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -16,6 +17,7 @@ from aot_lora.store.coverage import check_header, check_present, find_manifest
 from aot_lora.store.key import shorten
 from aot_lora.store.misses import widened
 from aot_lora.store.warm import WarmIdentity
+from aot_lora.targets.environment import worker_environment
 
 
 @click.command()
@@ -37,9 +39,9 @@ def command(
         total_bytes += sum(sizes)
         damaged += found
         if runnable:
-            from aot_lora.targets.devices import host_device
+            from aot_lora.targets.devices import host_devices
 
-            host_device(target)
+            host_devices(target)
     for error in damaged:
         note(str(error))
     if execute and not damaged:
@@ -75,6 +77,9 @@ def _verify(config: Config, target: TargetSpec) -> tuple[list[int], list[AotLora
 
 def _execute(config: Config, form: str) -> int:
     """Runs every point on this host's device and shows the worst error of each variant."""
+    for target in config.targets:
+        if target.platform == "cpu":  # before JAX is imported: a mesh of CPUs has to be asked for
+            os.environ.update(worker_environment(target))
     from aot_lora.runtime import Runtime
     from aot_lora.runtime.prove import Proof, prove
 

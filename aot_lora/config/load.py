@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         slots=_sorted(file.lora.slots, ("lora", "slots"), document, warnings),
         ranks=_sorted(file.lora.ranks, ("lora", "ranks"), document, warnings),
         modules=modules,
+        tp=file.mesh.tp,
         layers=layers,
         dtype=file.lora.dtype,
         quantum=quantum,
@@ -95,10 +97,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         with_lora="lora" in file.programs,
         user=_user_entries(entries, document),
     )
-    sections = file.target if isinstance(file.target, list) else [file.target]
-    targets = tuple(
-        dict.fromkeys(TargetSpec(platform=t.platform, topology=t.topology) for t in sections)
-    )
+    targets = _targets(file, document)
     for target in targets:
         check_limits(
             plan,
@@ -130,6 +129,26 @@ def _read(path: Path) -> Document:
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path)) from None
     return parse(text, str(path))
+
+
+def _targets(file: schema.ConfigFile, document: Document) -> tuple[TargetSpec, ...]:
+    written = file.target if isinstance(file.target, list) else [file.target]
+    tp = file.mesh.tp
+    for index, target in enumerate(written):
+        if target.platform != "tpu" or tp == 1:
+            continue
+        chips = math.prod(map(int, target.topology.partition(":")[2].split("x")))
+        if tp != chips:
+            path = ("target", index) if isinstance(file.target, list) else ("target",)
+            raise ConfigError(
+                f"the topology has {chips} chips and the mesh {tp}",
+                where=document.place(path),
+                expected="mesh.tp of 1, or all chips of the topology",
+                found=f"{target.topology}, mesh.tp {tp}",
+                next_step="name a topology of as many chips as the mesh has",
+            )
+    targets = (TargetSpec(t.platform, t.topology, tp) for t in written)
+    return tuple(dict.fromkeys(targets))
 
 
 def _store_root(config: Path, configured: str | None, override: str | None) -> Path:
@@ -203,11 +222,39 @@ def _modules(file: schema.ConfigFile, document: Document) -> tuple[tuple[Module,
                     expected="all-linear, or a list from " + ", ".join(known),
                 )
         shapes = known
-    modules = (
-        Module(name=n, d=shapes[n][0], o=shapes[n][1], layers=1 if n in extra else layers)
+    modules = tuple(
+        Module(
+            name=n,
+            d=shapes[n][0],
+            o=shapes[n][1],
+            layers=1 if n in extra else layers,
+            split="d" if n in file.mesh.row_parallel else "o",
+        )
         for n in names
     )
-    return tuple(modules), layers
+    _check_mesh(file.mesh, modules, {*shapes, *extra}, document)
+    return modules, layers
+
+
+def _check_mesh(
+    mesh: schema.MeshSection, modules: tuple[Module, ...], known: set[str], document: Document
+) -> None:
+    for index, name in enumerate(mesh.row_parallel):
+        if name not in known and "row_parallel" in mesh.model_fields_set:
+            raise ConfigError(
+                f"unknown module `{name}`",
+                where=document.place(("mesh", "row_parallel", index)),
+                expected="some of " + ", ".join(sorted(known)),
+            )
+    for module in modules:
+        what, size = ("inputs", module.d) if module.split == "d" else ("outputs", module.o)
+        if size % mesh.tp:
+            raise ConfigError(
+                f"the mesh does not divide {module.name}",
+                where=document.place(("mesh", "tp")),
+                expected=f"a divisor of its {size} {what}",
+                found=f"{mesh.tp}",
+            )
 
 
 def _model_file(name: str, document: Document) -> schema.ModelFile:

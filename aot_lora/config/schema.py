@@ -6,7 +6,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _MOST = 2**31 - 1  # sizes and positions are int32 on the device
 PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
@@ -49,16 +49,13 @@ class TargetSection(Strict):
 
 
 class MeshSection(Strict):
-    """How a program is split over chips."""
+    """How each program is divided over devices: tensor parallelism.
+
+    `row_parallel`: the modules whose inputs are divided; of all others the outputs are.
+    """
 
     tp: PositiveInt = 1
-
-    @field_validator("tp")
-    @classmethod
-    def _single_chip(cls, tp: int) -> int:
-        if tp != 1:
-            raise ValueError("tensor parallelism is not supported yet, expected 1")
-        return tp
+    row_parallel: list[str] = ["o_proj", "down_proj"]
 
 
 class LoraSection(Strict):

@@ -34,7 +34,12 @@ def trace_all(
         catalog = Catalog(config.plan, target, config=config.path)
         for variant in config.plan.variants:
             try:
-                one = trace(variant, catalog.program(variant), platform=target.platform)
+                one = trace(
+                    variant,
+                    catalog.program(variant),
+                    platform=target.platform,
+                    devices=target.devices,
+                )
                 found[variant.name] = LockLine(
                     fingerprint=one.fingerprint, signature=str(one.signature)
                 )

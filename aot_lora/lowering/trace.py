@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,19 +32,28 @@ def prepare_tracing() -> None:
     jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
-def trace(variant: Variant, program: Program, *, platform: str, device: Any | None = None) -> Trace:
+def trace(
+    variant: Variant,
+    program: Program,
+    *,
+    platform: str,
+    devices: int = 1,
+    device: Any | None = None,
+) -> Trace:
     """Traces and lowers a program.
 
     Args:
       variant: for names in errors.
       program: what to trace.
       platform: ``cpu``, ``cuda`` or ``tpu``; need not be present.
-      device: the device to compile for, where it is not JAX's default one.
+      devices: of the mesh.
+      device: the device to compile for, where it is one and not JAX's default one.
 
     Raises:
-      ProgramError: the function cannot be traced.
+      ProgramError: the function cannot be traced, or on a mesh an argument has no sharding.
     """
     args = program.args
+    _check(program, variant, devices)
     if device is not None:
         sharding = SingleDeviceSharding(device)
         args = jax.tree.map(
@@ -55,17 +64,56 @@ def trace(variant: Variant, program: Program, *, platform: str, device: Any | No
             ),
             args,
         )
+    out = {} if program.out_shardings is None else {"out_shardings": program.out_shardings}
+    static = program.static
+
+    def traced() -> Any:
+        names = tuple(static)
+        jitted = jax.jit(program.fn, donate_argnums=program.donate, static_argnames=names, **out)
+        return jitted.trace(*args, **static)
+
     found = lower(
-        lambda: jax.jit(program.fn, donate_argnums=program.donate).trace(*args),
+        traced,
         platform=platform,
         where=variant.name,
     )
     return Trace(
         variant=variant,
         fingerprint=found.fingerprint,
-        signature=found.signature,
+        signature=_named(found.signature, program),
         lowered=found.lowered,
     )
+
+
+def _check(program: Program, variant: Variant, devices: int) -> None:
+    if program.names and len(program.names) != len(program.args):
+        raise ProgramError(
+            "not one name for each argument",
+            where=variant.name,
+            expected=f"{len(program.args)} names",
+            found=f"{len(program.names)}: {', '.join(program.names)}",
+        )
+    if devices == 1:
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(program.args)[0]:
+        if getattr(leaf, "sharding", None) is None:
+            raise ProgramError(
+                "on a mesh an argument needs a sharding",
+                where=variant.name,
+                expected="context.array(..., spec=...), or context.sharding(spec)",
+                found=f"argument {jax.tree_util.keystr(path)}: {leaf}",
+                next_step="say how the mesh divides it; PartitionSpec() is whole on each device",
+            )
+
+
+def _named(signature: Signature, program: Program) -> Signature:
+    """The signature with the program's own names for its arguments."""
+    if not program.names:
+        return signature
+    leaves = jax.tree_util.tree_flatten_with_path(program.args)[0]
+    names = (program.names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in leaves)
+    inputs = zip(signature.inputs, names, strict=True)
+    return replace(signature, inputs=tuple(replace(spec, name=name) for spec, name in inputs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from aot_lora.plan.axes import Axis
-from aot_lora.plan.variants import Module, UserEntry, Variant
+from aot_lora.plan.variants import Dims, Module, UserEntry, Variant
 
 WideAxis = Literal["tokens", "lanes"]
 """An axis to which a server may add buckets."""
@@ -34,6 +34,7 @@ class Plan:
       lanes: the folded axis: each slots x rank in whole quanta, without zero.
       adapter_lanes: lane buckets of one adapter: the ranks in whole quanta.
       modules: projections with banks.
+      tp: tensor parallelism: over so many devices each program is divided.
       layers: how many layers hold such modules.
       dtype: of weights, activations and banks.
       quantum: lanes per bank block; an adapter owns whole blocks.
@@ -49,6 +50,7 @@ class Plan:
     lanes: Axis
     adapter_lanes: Axis
     modules: tuple[Module, ...]
+    tp: int
     layers: int
     dtype: str
     quantum: int
@@ -65,10 +67,21 @@ class Plan:
 
     @property
     def bank_bytes(self) -> int:
-        """Device memory of all banks of all layers, in bytes."""
+        """Memory of all banks of all layers on each device, in bytes."""
         lanes = self.bank_blocks * self.quantum
-        width = sum(module.layers * (module.d + module.o) for module in self.modules)
+        width = sum(module.layers * sum(self.widths(module)) for module in self.modules)
         return lanes * width * DTYPE_BYTES[self.dtype] if self.with_lora else 0
+
+    def widths(self, module: Module) -> tuple[int, int]:
+        """Widths (D, O) of a module's banks on each device."""
+        by_d, by_o = (self.tp, 1) if module.split == "d" else (1, self.tp)
+        return module.d // by_d, module.o // by_o
+
+    def dims(self, module: Module, letters: str) -> Dims:
+        """The static sizes of a variant for a module: `letters` of d and o, layers, the mesh."""
+        sizes = {"d": module.d, "o": module.o}
+        mesh = (("row" if module.split == "d" else "col", self.tp),) if self.tp > 1 else ()
+        return (*((letter, sizes[letter]) for letter in letters), ("n", module.layers), *mesh)
 
     def digest(self) -> str:
         """SHA-256 of everything the plan says; equal plans have equal digests."""
@@ -89,6 +102,7 @@ def build_plan(
     slots: tuple[int, ...],
     ranks: tuple[int, ...],
     modules: tuple[Module, ...],
+    tp: int = 1,
     layers: int,
     dtype: str,
     quantum: int,
@@ -112,6 +126,7 @@ def build_plan(
         lanes=lanes or adapter_lanes,
         adapter_lanes=adapter_lanes,
         modules=modules,
+        tp=tp,
         layers=layers,
         dtype=dtype,
         quantum=quantum,
@@ -155,29 +170,19 @@ def _enumerate(plan: Plan) -> Iterator[Variant]:
 
 
 def _lora_variants(plan: Plan) -> Iterator[Variant]:
-    d_sizes = sorted({(module.d, module.layers) for module in plan.modules})
-    o_sizes = sorted({(module.o, module.layers) for module in plan.modules})
+    kernels = [
+        (program, dims)
+        for program, letter in (("lora_shrink", "d"), ("lora_expand", "o"))
+        for dims in sorted({plan.dims(module, letter) for module in plan.modules})
+    ]
     # Without 1 among the slots nobody asked for maskless programs: one adapter is a masked batch.
     families = [("", plan.lanes), ("_single", plan.adapter_lanes)][: 2 if 1 in plan.slots else 1]
     for suffix, axis in families:
         for tokens in plan.tokens.buckets:
             for lanes in axis.buckets:
-                for d, layers in d_sizes:
-                    yield Variant(
-                        program="lora_shrink" + suffix,
-                        tokens=tokens,
-                        lanes=lanes,
-                        dims=(("d", d), ("n", layers)),
-                    )
-                for o, layers in o_sizes:
-                    yield Variant(
-                        program="lora_expand" + suffix,
-                        tokens=tokens,
-                        lanes=lanes,
-                        dims=(("o", o), ("n", layers)),
-                    )
-    for d, o, layers in sorted({(m.d, m.o, m.layers) for m in plan.modules}):
+                for program, dims in kernels:
+                    yield Variant(program + suffix, tokens, lanes, dims)
+    for dims in sorted({plan.dims(module, "do") for module in plan.modules}):
         for lanes in plan.adapter_lanes.buckets:
             for program in ("bank_write", "bank_reset"):
-                dims = (("d", d), ("o", o), ("n", layers))
                 yield Variant(program=program, lanes=lanes, dims=dims)

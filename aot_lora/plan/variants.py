@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Dims = tuple[tuple[str, int], ...]
 
 
 class Variant(NamedTuple):
@@ -19,7 +21,7 @@ class Variant(NamedTuple):
     program: str
     tokens: int = 0
     lanes: int = 0
-    dims: tuple[tuple[str, int], ...] = ()
+    dims: Dims = ()
 
     @property
     def name(self) -> str:
@@ -31,15 +33,22 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """A projection that adapters may change: D inputs, O outputs, in so many layers.
+    """A projection that adapters may change.
 
-    `layers` is 1 for one outside the layers, such as ``lm_head``.
+    Args:
+      name: for instance ``q_proj``.
+      d, o: inputs D and outputs O, of all devices together.
+      layers: how many have it; 1 for one outside the layers, such as ``lm_head``.
+      split: what a mesh divides: ``o``, as of q_proj ("column-parallel": A is on every device, B
+        divided), or ``d``, as of o_proj ("row-parallel": A divided, B on every device). As in
+        Megatron-LM (Shoeybi et al. 2019).
     """
 
     name: str
     d: int
     o: int
     layers: int
+    split: Literal["d", "o"] = "o"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +64,20 @@ class UserEntry:
     entry: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TargetSpec:
     """What executables are compiled for, as the config names it.
 
     Args:
       platform: ``cpu``, ``cuda`` or ``tpu``.
       topology: for a TPU the chips, for instance ``v6e:1x1``; empty otherwise.
+      devices: how many a program runs on: the tensor parallelism of the mesh.
     """
 
     platform: str
     topology: str = ""
+    devices: int = 1
 
     def __str__(self) -> str:
-        return f"{self.platform} {self.topology}".strip()
+        text = f"{self.platform} {self.topology}".strip()
+        return text if self.devices == 1 else f"{text} tp={self.devices}"

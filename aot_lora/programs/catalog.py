@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from aot_lora.plan import Plan, TargetSpec, Variant
 from aot_lora.programs import user
 from aot_lora.programs.lora import BUILDERS
+from aot_lora.programs.mesh import abstract_mesh, mesh_of
 from aot_lora.programs.spec import Context, Point, Program
 
 
@@ -18,10 +20,19 @@ class Catalog:
       plan: the plan.
       target: what is compiled for.
       config: the config's file; user modules are looked for beside it.
+      devices: to compile for, in the order of the mesh; not needed to trace.
     """
 
-    def __init__(self, plan: Plan, target: TargetSpec, *, config: Path) -> None:
-        self._context = Context(plan=plan, target=target)
+    def __init__(
+        self,
+        plan: Plan,
+        target: TargetSpec,
+        *,
+        config: Path,
+        devices: Sequence[Any] = (),
+    ) -> None:
+        mesh = mesh_of(devices) if devices else abstract_mesh(target.devices)
+        self._context = Context(plan=plan, target=target, mesh=mesh)
         self._entries = {entry.name: entry for entry in plan.user}
         self._functions: dict[str, Callable[[Point, Context], Program]] = {}
         self._config = config

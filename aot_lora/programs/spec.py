@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from aot_lora.plan import Module, Plan, TargetSpec
+from aot_lora.programs.mesh import specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +20,20 @@ class Program:
     Args:
       fn: a function of positional arguments that JAX can trace.
       args: its abstract arguments: pytrees of tuples, lists, dicts and
-        `jax.ShapeDtypeStruct`.
+        `jax.ShapeDtypeStruct`. On a mesh each has a sharding; `Context.array` gives one.
       donate: positions of the arguments whose buffers the result may take over.
+      static: further arguments by name: hashable values that are part of the program.
+      names: what errors and the lock call the arguments; those of `fn` unless given.
+      out_shardings: of the results, a pytree prefix of shardings; the compiler's choice unless
+        given.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    static: Mapping[str, Hashable] = field(default_factory=dict[str, Hashable])
+    names: tuple[str, ...] = ()
+    out_shardings: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,22 +71,39 @@ class Context:
     Args:
       plan: module shapes, layers, dtype, quantum, bank sizes.
       target: what is compiled for.
+      mesh: what programs are divided over, with or without devices behind it; None for one device.
     """
 
     plan: Plan
     target: TargetSpec
+    mesh: Mesh | AbstractMesh | None = None
 
-    def array(self, *shape: int, dtype: str | None = None) -> jax.ShapeDtypeStruct:
-        """An abstract array; the dtype is the plan's unless given."""
-        return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype)
+    def sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        """A sharding over the mesh; None for one device."""
+        return NamedSharding(self.mesh, spec) if self.mesh else None
+
+    def array(
+        self, *shape: int, dtype: str | None = None, spec: PartitionSpec | None = None
+    ) -> jax.ShapeDtypeStruct:
+        """An abstract array.
+
+        Args:
+          shape: of all devices together.
+          dtype: the plan's unless given.
+          spec: how the mesh divides it; whole on each device unless given.
+        """
+        sharding = self.sharding(spec or PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, dtype or self.plan.dtype, sharding=sharding)
 
     def banks(self, module: Module) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """The A bank [layers, blocks, quantum, D] and B bank [..., O] of a module."""
-        return self.bank(module.layers, module.d), self.bank(module.layers, module.o)
+        """The A bank [layers, blocks, quantum, D] and B bank [..., O] of a module, divided."""
+        by = specs(module.split)
+        a_bank = self.bank(module.layers, module.d, spec=by.a_bank)
+        return a_bank, self.bank(module.layers, module.o, spec=by.b_bank)
 
-    def bank(self, layers: int, width: int) -> jax.ShapeDtypeStruct:
+    def bank(self, layers: int, width: int, *, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         """One bank: [layers, blocks, quantum, width]."""
-        return self.array(layers, self.plan.bank_blocks, self.plan.quantum, width)
+        return self.array(layers, self.plan.bank_blocks, self.plan.quantum, width, spec=spec)
 
     def batch(self, tokens: int, lanes: int) -> BatchArgs:
         """The per-batch metadata of a point."""

@@ -12,7 +12,9 @@ import numpy as np
 from aot_lora.adapters import Packed
 from aot_lora.errors import CapacityError, OutOfPlanError
 from aot_lora.plan import Module, Plan, Variant, round_up
+from aot_lora.programs.mesh import specs
 from aot_lora.runtime.gate import Gate
+from aot_lora.runtime.places import Places
 
 BankArrays = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -27,13 +29,13 @@ class Banks:
     Args:
       plan: sizes and buckets.
       programs: `bank_write` and `bank_reset`, looked up by variant.
-      device: where the banks live.
+      places: where the banks live.
     """
 
-    def __init__(self, plan: Plan, programs: Callable[[Variant], Any], device: Any) -> None:
+    def __init__(self, plan: Plan, programs: Callable[[Variant], Any], places: Places) -> None:
         self._plan = plan
         self._programs = programs
-        self._device = device
+        self._places = places
         self._modules = {module.name: module for module in plan.modules}
         # Any free block serves any adapter: there is nothing to compact.
         self._free = list(range(plan.bank_blocks - 1, 0, -1))  # block 0 stays zero
@@ -44,7 +46,7 @@ class Banks:
         }
 
     def _zeros(self, module: Module) -> tuple[jax.Array, jax.Array]:
-        plan = self._plan
+        plan, by = self._plan, specs(module.split)
         a, b = (
             np.zeros(
                 (module.layers, plan.bank_blocks, plan.quantum, width),
@@ -52,7 +54,7 @@ class Banks:
             )
             for width in (module.d, module.o)
         )
-        return jax.device_put((a, b), self._device)
+        return jax.device_put((a, b), (self._places.at(by.a_bank), self._places.at(by.b_bank)))
 
     @contextmanager
     def reading(self) -> Generator[BankArrays]:
@@ -103,7 +105,11 @@ class Banks:
         blocks = tuple(self._free.pop() for _ in range(needed // plan.quantum))
         indices = self._indices(blocks, packed.lanes)
         for name, weights in packed.modules.items():
-            arrays = jax.device_put((weights.a, weights.b, weights.scale), self._device)
+            by = specs(self._modules[name].split)
+            arrays = jax.device_put(
+                (weights.a, weights.b, weights.scale),
+                (self._places.at(by.a), self._places.at(by.b), self._places.everywhere),
+            )
             self._write("bank_write", name, packed.lanes, *arrays, indices)
         self.owned[slot] = blocks
 
@@ -121,7 +127,7 @@ class Banks:
 
     def _write(self, program: str, name: str, lanes: int, *arguments: Any) -> None:
         module = self._modules[name]
-        dims = (("d", module.d), ("o", module.o), ("n", module.layers))
+        dims = self._plan.dims(module, "do")
         executable = self._programs(Variant(program=program, lanes=lanes, dims=dims))
         with self.gate.writing():
             self.arrays[name] = executable(*self.arrays[name], *arguments)
@@ -129,4 +135,4 @@ class Banks:
     def _indices(self, blocks: tuple[int, ...], lanes: int) -> jax.Array:
         indices = np.zeros(lanes // self._plan.quantum, np.int32)
         indices[: len(blocks)] = blocks
-        return jax.device_put(indices, self._device)
+        return jax.device_put(indices, self._places.everywhere)

@@ -104,8 +104,7 @@ class Executables:
         suffix = "_single" if single else ""
         found: dict[str, Kernels] = {}
         for module in self.plan.modules:
-            layers = ("n", module.layers)
-            d, o = (("d", module.d), layers), (("o", module.o), layers)
+            d, o = self.plan.dims(module, "d"), self.plan.dims(module, "o")
             shrink = self.loaded.get(Variant("lora_shrink" + suffix, tokens, lanes, d))
             expand = self.loaded.get(Variant("lora_expand" + suffix, tokens, lanes, o))
             if shrink is None or expand is None:

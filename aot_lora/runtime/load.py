@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Container, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from aot_lora import _jax_compat
+from aot_lora._jax_compat.placement import load_at
 from aot_lora.config import Config
 from aot_lora.errors import UnsupportedError
 from aot_lora.plan import TargetSpec, Variant, usable_cores
@@ -32,14 +33,14 @@ class Loaded(NamedTuple):
 
 
 def load_all(
-    config: Config, target: TargetSpec, device: Any, *, held: Container[Variant] = ()
+    config: Config, target: TargetSpec, devices: Sequence[Any], *, held: Container[Variant] = ()
 ) -> dict[Variant, Loaded]:
-    """The variants of the plan, loaded on `device`.
+    """The variants of the plan, loaded on this host's devices.
 
     Args:
       config: under another policy than ``error``, variants may be missing from its store.
       target: what they were compiled for.
-      device: of this host.
+      devices: of this host, in the order of the mesh.
       held: variants that need no loading.
 
     Raises:
@@ -51,12 +52,12 @@ def load_all(
     warm = WarmIdentity.of(config, target)
     entries = find_entries(store, warm, config)
     expected = shorten(warm.target_parts)
-    if device.device_kind != expected["device kind"]:
+    if devices[0].device_kind != expected["device kind"]:
         raise UnsupportedError(
             "this host has another device than the target's",
             where=str(target),
             expected=expected["device kind"],
-            found=device.device_kind,
+            found=devices[0].device_kind,
             next_step="name this device's topology in the config and warm up for it",
         )
     wanted = [v for v in config.plan.variants if v.name in entries and v not in held]
@@ -64,7 +65,7 @@ def load_all(
     # One more than cores: while one waits for Python's lock the cores still load (10 % at 1,040).
     pool = ThreadPoolExecutor(usable_cores() + 1, thread_name_prefix="aot-lora-load")
     with _without_collecting(), pool as threads:
-        done = threads.map(lambda e: _load(store, e, expected, device), unique.values())
+        done = threads.map(lambda e: _load(store, e, expected, devices), unique.values())
         by_key = dict(zip(unique, done, strict=True))
     return {variant: by_key[entries[variant.name].key] for variant in wanted}
 
@@ -84,8 +85,12 @@ def _without_collecting() -> Generator[None]:
             gc.enable()
 
 
-def _load(store: LocalStore, entry: Entry, expected: Mapping[str, str], device: Any) -> Loaded:
+def _load(
+    store: LocalStore, entry: Entry, expected: Mapping[str, str], devices: Sequence[Any]
+) -> Loaded:
     artifact = store.read_entry(entry)
     check_header(artifact.header, expected, where=str(store.artifact_path(entry.key)))
     signature = artifact.header.signature
-    return Loaded(_jax_compat.load(artifact.raw(), signature, device), signature)
+    if signature.placement is None:
+        return Loaded(_jax_compat.load(artifact.raw(), signature, devices[0]), signature)
+    return Loaded(load_at(artifact.raw(), signature, signature.placement, devices), signature)

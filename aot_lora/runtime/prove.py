@@ -110,8 +110,8 @@ def _prove_kernels(
         error = 1.0  # a row without an adapter is the base, bit for bit
     limit = tolerance(dtype, reduction=max(module.d, batch.lanes))
     suffix = "_single" if batch.single else ""
-    for program, width in (("lora_shrink", ("d", module.d)), ("lora_expand", ("o", module.o))):
-        dims = (width, ("n", module.layers))
+    for program, letter in (("lora_shrink", "d"), ("lora_expand", "o")):
+        dims = runtime.plan.dims(module, letter)
         variant = Variant(program + suffix, batch.tokens, batch.lanes, dims)
         yield Proof(variant.name, error, limit)
 
@@ -134,7 +134,7 @@ def _prove_banks(
                 for lane, want in zip((a, b), wanted, strict=True):
                     rank = len(want)
                     right &= np.array_equal(lane[:rank], want) and not lane[rank:].any()
-            dims = (("d", module.d), ("o", module.o), ("n", module.layers))
+            dims = runtime.plan.dims(module, "do")
             variant = Variant(program=program, lanes=lanes, dims=dims)
             yield Proof(variant.name, 0.0 if right else 1.0, 0.0)
 

@@ -13,6 +13,7 @@ import numpy as np
 from aot_lora.config import Config, load_config
 from aot_lora.errors import OutOfPlanError, UnsupportedError
 from aot_lora.plan import Plan, TargetSpec, Variant
+from aot_lora.programs.mesh import specs
 from aot_lora.runtime import guard
 from aot_lora.runtime.adapters import Adapters
 from aot_lora.runtime.admission import Admission
@@ -22,9 +23,10 @@ from aot_lora.runtime.executables import Executables
 from aot_lora.runtime.load import Loaded, load_all
 from aot_lora.runtime.metrics import Metrics
 from aot_lora.runtime.misses import Misses
+from aot_lora.runtime.places import Places
 from aot_lora.runtime.prime import prime
 from aot_lora.store.misses import widened
-from aot_lora.targets.devices import host_device
+from aot_lora.targets.devices import host_devices
 
 
 class Found(NamedTuple):
@@ -65,11 +67,11 @@ class Runtime:
     """
 
     def __init__(
-        self, config: Config, target: TargetSpec, loaded: dict[Variant, Loaded], device: Any
+        self, config: Config, target: TargetSpec, loaded: dict[Variant, Loaded], places: Places
     ) -> None:
         self.config = config
         self.target = target
-        self.device = device
+        self.places = places
         self.metrics = Metrics()
         plan = config.plan
         self._plan = plan
@@ -78,9 +80,13 @@ class Runtime:
         self._executables = Executables(plan, found, self._misses)
         self._dtype = jax.numpy.dtype(plan.dtype)
         self._modules = {module.name: module for module in plan.modules}
+        self._row_places = {
+            module.name: (places.at(specs(module.split).x), places.at(specs(module.split).base))
+            for module in plan.modules
+        }
         most = max((module.layers for module in plan.modules), default=0)
-        self._layers = jax.device_put([np.int32(layer) for layer in range(most)], device)
-        self.banks = Banks(plan, found.__getitem__, device)
+        self._layers = jax.device_put([np.int32(layer) for layer in range(most)], places.everywhere)
+        self.banks = Banks(plan, found.__getitem__, places)
         self.adapters = Adapters(
             plan,
             self.banks,
@@ -93,12 +99,20 @@ class Runtime:
         guard.seal(self._sealed_as, self._signatures)
 
     @classmethod
-    def open(cls, config: str | os.PathLike[str] | Config, *, store: str | None = None) -> Runtime:
+    def open(
+        cls,
+        config: str | os.PathLike[str] | Config,
+        *,
+        store: str | None = None,
+        device: Any = None,
+    ) -> Runtime:
         """Verifies that the store covers the plan on this host, loads it, and seals the process.
 
         Args:
           config: a config's path, a preset's name, or what `load_config` returned.
           store: overrides the store's folder.
+          device: the device to run on, or the first of the mesh; this host's first unless given.
+            One store serves as many replicas as there are devices.
 
         Raises:
           ConfigError: the config is wrong.
@@ -109,11 +123,16 @@ class Runtime:
         if not isinstance(config, Config):
             config = load_config(config, store=store)
         config = widened(config)
-        target, device = _target_here(config)
-        loaded = load_all(config, target, device)
+        target, devices = _target_here(config, device)
+        loaded = load_all(config, target, devices)
         if config.priming:
-            prime(loaded.values(), device)
-        return cls(config, target, loaded, device)
+            prime(loaded.values())
+        return cls(config, target, loaded, Places(devices))
+
+    @property
+    def device(self) -> Any:
+        """What a step's own arguments are put on: the device, or all of a mesh, whole on each."""
+        return self.places.everywhere
 
     @property
     def plan(self) -> Plan:
@@ -180,7 +199,7 @@ class Runtime:
         What is loaded now is not primed: the device's memory is in use by now.
         """
         held = self._executables.loaded
-        loaded = load_all(config, self.target, self.device, held=held)
+        loaded = load_all(config, self.target, self.places.devices, held=held)
         signatures = {v.name: one.signature for v, one in loaded.items()} | self._signatures
         guard.seal(self._sealed_as, signatures)
         guard.unseal(self._sealed_as)  # the older one
@@ -246,8 +265,9 @@ class Runtime:
                 expected=f"{', '.join(self._modules)}; layers {last}",
             )
         batch = slots if isinstance(slots, Batch) else self.batch(slots)
-        y = self._rows("base", base, batch, shape.o)
-        rows = self._rows("x", x, batch, shape.d)
+        place, base_place = self._row_places[module]
+        y = self._rows("base", base, batch, shape.o, base_place)
+        rows = self._rows("x", x, batch, shape.d, place)
         if not batch.lanes:
             return Padded(y, batch.count)
         _, shrink, expand = batch.kernels[module]
@@ -268,12 +288,17 @@ class Runtime:
         return Padded(y, batch.count)
 
     def _rows(
-        self, name: str, rows: np.ndarray | jax.Array | None, batch: Batch, width: int
+        self,
+        name: str,
+        rows: np.ndarray | jax.Array | None,
+        batch: Batch,
+        width: int,
+        place: Any,
     ) -> jax.Array:
         """`rows` on the device in the batch's bucket; padded on the host, in numpy."""
         dtype = self._dtype
         if rows is None:
-            return jax.device_put(np.zeros((batch.tokens, width), dtype), self.device)
+            return jax.device_put(np.zeros((batch.tokens, width), dtype), place)
         on_device = isinstance(rows, jax.Array)
         count = batch.tokens if on_device else batch.count
         if rows.shape != (count, width) or rows.dtype != dtype:
@@ -288,15 +313,15 @@ class Runtime:
             return rows
         padded = np.zeros((batch.tokens, width), dtype)
         padded[:count] = rows
-        return jax.device_put(padded, self.device)
+        return jax.device_put(padded, place)
 
 
-def _target_here(config: Config) -> tuple[TargetSpec, Any]:
-    """The first target of the config that this host has a device for."""
+def _target_here(config: Config, first: Any) -> tuple[TargetSpec, tuple[Any, ...]]:
+    """The first target of the config that this host has devices for, and these."""
     refused: list[UnsupportedError] = []
     for target in config.targets:
         try:
-            return target, host_device(target)
+            return target, host_devices(target, first)
         except UnsupportedError as error:
             refused.append(error)
     raise refused[0]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from aot_lora.plan import TargetSpec
+
+HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 
 def worker_environment(target: TargetSpec) -> dict[str, str]:
@@ -20,4 +24,12 @@ def worker_environment(target: TargetSpec) -> dict[str, str]:
         }
     if target.platform == "cuda":
         return {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return {"JAX_PLATFORMS": "cpu"}
+    return {"JAX_PLATFORMS": "cpu", **_host_devices(target.devices)}
+
+
+def _host_devices(count: int) -> dict[str, str]:
+    """A CPU is one device unless XLA is told otherwise."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if count == 1 or HOST_DEVICES in flags:
+        return {}
+    return {"XLA_FLAGS": f"{flags} {HOST_DEVICES}={count}".strip()}

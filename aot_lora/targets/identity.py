@@ -15,6 +15,7 @@ from pathlib import Path
 from aot_lora.errors import UnsupportedError
 from aot_lora.plan import TargetSpec
 from aot_lora.programs.options import SILENT_JAX
+from aot_lora.targets.environment import HOST_DEVICES
 
 # Device kinds as the TPU compiler's topologies name them; a test asks libtpu for the same.
 TPU_KINDS = {
@@ -30,7 +31,7 @@ _PLUGINS = {
     "tpu": ("libtpu",),
 }
 # Flags that say where to write or what to print, and cannot change an executable.
-_SILENT_XLA = ("--xla_dump", "--xla_hlo_profile", "--xla_force_host_platform_device_count")
+_SILENT_XLA = ("--xla_dump", "--xla_hlo_profile", HOST_DEVICES)
 
 
 def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -43,7 +44,7 @@ def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> 
         "platform": target.platform,
         "topology": target.topology,
         "device kind": _device_kind(target),
-        "device count": "1",
+        "device count": str(target.devices),
         "jax": _version("jax"),
         "jaxlib": _version("jaxlib"),
     }

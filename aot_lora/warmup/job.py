@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from aot_lora.config import Config
 from aot_lora.errors import ProgramError
 from aot_lora.plan import TargetSpec, Variant
+from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
 from aot_lora.store.keep import keep
 from aot_lora.targets.environment import worker_environment
@@ -55,13 +56,15 @@ class _Worker:
     def __init__(self, job: Job) -> None:
         from aot_lora.lowering.trace import prepare_tracing
         from aot_lora.programs.catalog import Catalog
-        from aot_lora.targets.devices import compile_device
+        from aot_lora.targets.devices import compile_devices
 
         prepare_tracing()
         self.job = job
         self.store = LocalStore(job.config.store_root)
-        self.device = compile_device(job.target)
-        self.catalog = Catalog(job.config.plan, job.target, config=job.config.path)
+        self.devices = compile_devices(job.target)
+        self.catalog = Catalog(
+            job.config.plan, job.target, config=job.config.path, devices=self.devices
+        )
 
 
 _job: Job | None = None
@@ -90,27 +93,33 @@ def build(variant: Variant) -> Built:
       StoreError: it cannot be written.
     """
     from aot_lora import _jax_compat
+    from aot_lora._jax_compat.placement import placement_of
     from aot_lora.lowering.trace import trace
 
     worker = _worker()
+    target = worker.job.target
     began = time.perf_counter()
     found = trace(
         variant,
         worker.catalog.program(variant),
-        platform=worker.job.target.platform,
-        device=worker.device,
+        platform=target.platform,
+        devices=target.devices,
+        device=worker.devices[0] if target.platform == "tpu" and target.devices == 1 else None,
     )
     parts = {
         "fingerprint": found.fingerprint,
         "signature": f"{found.signature} kept {found.signature.kept}",
         **worker.job.parts,
     }
-    kept = keep(
-        worker.store,
-        variant.name,
-        parts,
-        lambda: (_jax_compat.serialize(_compile(variant, found.lowered)), found.signature),
-    )
+
+    def compile_raw() -> tuple[bytes, Signature]:
+        compiled = _compile(variant, found.lowered)
+        signature = found.signature
+        if target.devices > 1:
+            signature = replace(signature, placement=placement_of(compiled))
+        return _jax_compat.serialize(compiled), signature
+
+    kept = keep(worker.store, variant.name, parts, compile_raw)
     return Built(
         entry=kept.entry,
         compiled=kept.compiled,
