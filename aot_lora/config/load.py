@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aot_lora.config import presets, schema
+from aot_lora.config.decoder import decoder_shape
 from aot_lora.config.problems import validate
 from aot_lora.config.schema import OnMiss
 from aot_lora.config.yaml_nodes import Document, parse
 from aot_lora.errors import ConfigError
 from aot_lora.plan import (
+    HEAD_MODULE,
     LORA_PROGRAMS,
     Axis,
+    DecoderShape,
+    KvCache,
     Module,
     Plan,
     TargetSpec,
@@ -79,7 +83,8 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
     file = validate(schema.ConfigFile, document)
     warnings: list[str] = []
     token_buckets = _token_buckets(file.tokens, document, warnings)
-    modules, layers = _modules(file, document)
+    modules, layers, decoder = _modules(file, document)
+    cache = file.kv_cache
     entries = [entry for entry in file.programs if isinstance(entry, schema.ProgramEntry)]
     quantum = file.lora.lane_quantum
     full = file.lora.max_adapters * round_up(max(file.lora.ranks), quantum)
@@ -96,6 +101,9 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         resident_lanes=round_up(file.lora.resident_lanes or full, quantum),
         with_lora="lora" in file.programs,
         user=_user_entries(entries, document),
+        # What nobody asked for is no part of the plan, nor of its digest.
+        decoder=decoder if cache else None,
+        cache=KvCache(sequences=cache.sequences, length=cache.length) if cache else None,
     )
     targets = _targets(file, document)
     for target in targets:
@@ -195,19 +203,30 @@ def _token_buckets(
     return buckets
 
 
-def _modules(file: schema.ConfigFile, document: Document) -> tuple[tuple[Module, ...], int]:
+def _modules(
+    file: schema.ConfigFile, document: Document
+) -> tuple[tuple[Module, ...], int, DecoderShape | None]:
+    """The modules with banks, the layers, and the decoder if the model is known as one."""
     if isinstance(file.model, dict):
-        shapes, extra, layers = file.model, {}, file.layers or 1
+        shapes, extra, layers, decoder = _written_out(file.model, file, document)
     else:
-        if file.layers is not None:
-            raise ConfigError(
-                "`layers` beside a named model",
-                where=document.place(("layers",)),
-                expected="layers only where module shapes are written out",
-                next_step="remove it: the model's file says how many layers it has",
-            )
-        model = _model_file(file.model, document)
+        for key in ("layers", "decoder"):
+            if getattr(file, key) is not None:
+                raise ConfigError(
+                    f"`{key}` beside a named model",
+                    where=document.place((key,)),
+                    expected=f"{key} only where module shapes are written out",
+                    next_step="remove it: the model's file says it",
+                )
+        model, decoder = _model_file(file.model, document)
         shapes, extra, layers = model.modules, model.extra_modules, model.layers
+    if file.kv_cache and decoder is None:
+        raise ConfigError(
+            "`kv_cache` for a model that is not known as a decoder",
+            where=document.place(("kv_cache",)),
+            expected="a `decoder:` section with its sizes",
+            next_step="add one beside `model:`, or remove `kv_cache:`",
+        )
     wanted = file.lora.modules
     if wanted == "all-linear":
         names = list(shapes)
@@ -233,7 +252,7 @@ def _modules(file: schema.ConfigFile, document: Document) -> tuple[tuple[Module,
         for n in names
     )
     _check_mesh(file.mesh, modules, {*shapes, *extra}, document)
-    return modules, layers
+    return modules, layers, decoder
 
 
 def _check_mesh(
@@ -257,7 +276,24 @@ def _check_mesh(
             )
 
 
-def _model_file(name: str, document: Document) -> schema.ModelFile:
+def _written_out(
+    shapes: schema.Modules, file: schema.ConfigFile, document: Document
+) -> tuple[schema.Modules, schema.Modules, int, DecoderShape | None]:
+    if file.decoder is None:
+        return shapes, {}, file.layers or 1, None
+    if HEAD_MODULE in shapes:
+        raise ConfigError(
+            f"`{HEAD_MODULE}` beside a decoder",
+            where=document.place(("model", HEAD_MODULE)),
+            expected="the modules of a layer; the decoder brings its head",
+            next_step="remove it; name it in lora.modules if adapters may change it",
+        )
+    decoder = decoder_shape(file.decoder, shapes, document, "model")
+    head = {HEAD_MODULE: list(decoder.modules()[HEAD_MODULE])}
+    return shapes, head, file.layers or 1, decoder
+
+
+def _model_file(name: str, document: Document) -> tuple[schema.ModelFile, DecoderShape | None]:
     root = presets.presets_root() / "models"
     path = root / f"{name}.yaml"
     if "/" in name or not path.is_file():
@@ -268,7 +304,12 @@ def _model_file(name: str, document: Document) -> schema.ModelFile:
             expected=f"one of {known}, or module shapes written out",
             next_step="write `model: {q_proj: [4096, 4096], ...}` for a model of your own",
         )
-    return validate(schema.ModelFile, _read(path))
+    found = _read(path)
+    model = validate(schema.ModelFile, found)
+    if model.decoder is None:
+        return model, None
+    decoder_shape(model.decoder, model.extra_modules, found, "extra_modules")
+    return model, decoder_shape(model.decoder, model.modules, found, "modules")
 
 
 def _user_entries(entries: list[schema.ProgramEntry], document: Document) -> tuple[UserEntry, ...]:

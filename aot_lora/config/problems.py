@@ -137,6 +137,10 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "programs": schema.ProgramEntry,
     "limits": schema.LimitsSection,
     "store": schema.StoreSection,
+    "adapters": schema.AdaptersSection,
+    "decoder": schema.DecoderSection,
+    "rope_scaling": schema.RopeScalingSection,
+    "kv_cache": schema.KvCacheSection,
 }
 
 

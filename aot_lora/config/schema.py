@@ -194,12 +194,64 @@ Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 Modules = Annotated[dict[str, Shape], Field(min_length=1)]
 
 
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class RopeScalingSection(Strict):
+    """Llama 3's stretch of the rotary frequencies, as ``rope_scaling`` of its config.json."""
+
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_length: PositiveInt
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScalingSection:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} is not below "
+                f"high_freq_factor {self.high_freq_factor}"
+            )
+        return self
+
+
+class DecoderSection(Strict):
+    """The model as a decoder of Llama's family, for the steps of `aot_lora.decoder`."""
+
+    hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate: PositiveInt
+    vocab: PositiveInt
+    norm_eps: PositiveFloat
+    rope_theta: PositiveFloat
+    rope_scaling: RopeScalingSection | None = None
+    tied: bool = False
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> DecoderSection:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} kv_heads cannot be shared by {self.heads} heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions turn pairs")
+        return self
+
+
+class KvCacheSection(Strict):
+    """The cache of a decoder's keys and values: so many sequences of so many tokens."""
+
+    sequences: PositiveInt
+    length: PositiveInt
+
+
 class ModelFile(Strict):
     """``buckets/models/<model>.yaml``: module shapes [D, O] and how many layers hold them."""
 
     layers: PositiveInt
     modules: Modules
     extra_modules: dict[str, Shape] = {}
+    decoder: DecoderSection | None = None
 
 
 class ConfigFile(Strict):
@@ -207,6 +259,8 @@ class ConfigFile(Strict):
 
     model: Annotated[str, Field(min_length=1)] | Modules
     layers: PositiveInt | None = None
+    decoder: DecoderSection | None = None
+    kv_cache: KvCacheSection | None = None
     target: TargetSection | Annotated[list[TargetSection], Field(min_length=1)]
     mesh: MeshSection = MeshSection()
     lora: LoraSection

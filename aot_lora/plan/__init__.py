@@ -5,6 +5,14 @@ Letters: T tokens, D inputs, O outputs, R rank, S slots, L lanes.
 
 from aot_lora.plan.axes import Axis, gaps, mean_waste, pow2_buckets, step_buckets
 from aot_lora.plan.cost import Estimate, check_limits, estimate, usable_cores
+from aot_lora.plan.decoder import (
+    COLUMN_MODULES,
+    HEAD_MODULE,
+    ROW_MODULES,
+    DecoderShape,
+    KvCache,
+    RopeScaling,
+)
 from aot_lora.plan.plan import (
     DTYPE_BYTES,
     LORA_PROGRAMS,
@@ -17,12 +25,18 @@ from aot_lora.plan.plan import (
 from aot_lora.plan.variants import Module, TargetSpec, UserEntry, Variant
 
 __all__ = [
+    "COLUMN_MODULES",
     "DTYPE_BYTES",
+    "HEAD_MODULE",
     "LORA_PROGRAMS",
+    "ROW_MODULES",
     "Axis",
+    "DecoderShape",
     "Estimate",
+    "KvCache",
     "Module",
     "Plan",
+    "RopeScaling",
     "TargetSpec",
     "UserEntry",
     "Variant",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from aot_lora.plan.axes import Axis
+from aot_lora.plan.decoder import DecoderShape, KvCache
 from aot_lora.plan.variants import Dims, Module, UserEntry, Variant
 
 WideAxis = Literal["tokens", "lanes"]
@@ -41,6 +42,7 @@ class Plan:
       bank_blocks: blocks in each bank, block 0 (always zero) included.
       max_adapters: slots that may be resident.
       user: the user's own programs.
+      decoder, cache: sizes for decoder steps; None where the config has no ``kv_cache``.
       variants: every executable, in the order they are compiled.
     """
 
@@ -58,6 +60,8 @@ class Plan:
     max_adapters: int
     with_lora: bool
     user: tuple[UserEntry, ...]
+    decoder: DecoderShape | None = None
+    cache: KvCache | None = None
     variants: tuple[Variant, ...] = ()
 
     @property
@@ -110,6 +114,8 @@ def build_plan(
     resident_lanes: int,
     with_lora: bool,
     user: tuple[UserEntry, ...],
+    decoder: DecoderShape | None = None,
+    cache: KvCache | None = None,
 ) -> Plan:
     """Folds the grid of points into distinct variants.
 
@@ -134,6 +140,8 @@ def build_plan(
         max_adapters=max_adapters,
         with_lora=with_lora and lanes is not None,
         user=user,
+        decoder=decoder,
+        cache=cache,
     )
     return replace(plan, variants=tuple(dict.fromkeys(_enumerate(plan))))
 

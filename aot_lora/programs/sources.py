@@ -33,8 +33,9 @@ def source_digests(plan: Plan, *, config: Path, extra: tuple[str, ...]) -> dict[
     """
     digests = {"source of aot_lora": own_digest()}
     for entry in plan.user:
-        top = entry.entry.partition(":")[0].partition(".")[0]
-        digests[f"source of {top}"] = digest_files(source_files(entry, config=config))
+        module = entry.entry.partition(":")[0]
+        name = module if is_own(module) else module.partition(".")[0]
+        digests[f"source of {name}"] = digest_files(source_files(entry, config=config))
     folder = config.absolute().parent
     for glob in extra:
         matches = sorted(path for path in folder.glob(glob) if path.is_file())
@@ -61,7 +62,8 @@ def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
     """The Python files that an entry may depend on, without importing it.
 
     They are all of its top-level package, or for a single file all in its folder. Anything else
-    that it imports is the user's to name, with `sources:`.
+    that it imports is the user's to name, with `sources:`. Of aot-lora's own steps they are the
+    package within it and the plan's sources, beside what every plan's identity holds anyway.
 
     Returns:
       (name from the top-level package on, file), the same wherever that is installed.
@@ -69,7 +71,10 @@ def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
     Raises:
       ProgramError: there is no such module.
     """
-    top = entry.entry.partition(":")[0].partition(".")[0]
+    module = entry.entry.partition(":")[0]
+    if is_own(module):
+        return _own_files(module)
+    top = module.partition(".")[0]
     spec = find_top(top, config=config)
     if spec is None or not (spec.origin or spec.submodule_search_locations):
         raise ProgramError(
@@ -86,6 +91,23 @@ def source_files(entry: UserEntry, *, config: Path) -> list[tuple[str, Path]]:
         return [(file.name, file)]
     # It may import its neighbours: better a trace too many than a stale executable.
     return [(path.name, path) for path in file.parent.glob("*.py")]
+
+
+def is_own(module: str) -> bool:
+    """Whether a module is aot-lora's: then it is the running one's, whatever stands elsewhere."""
+    return module.partition(".")[0] == _PACKAGE.name
+
+
+def _own_files(module: str) -> list[tuple[str, Path]]:
+    parts = module.split(".")[1:2] or ["*"]
+    found = [p for glob in (f"{parts[0]}.py", f"{parts[0]}/**/*.py") for p in _PACKAGE.glob(glob)]
+    if not found:
+        raise ProgramError(
+            f"aot-lora has no module `{module}`",
+            where=f"programs: {module}",
+            next_step="check the spelling",
+        )
+    return [(p.relative_to(_PACKAGE).as_posix(), p) for p in {*found, *_PACKAGE.glob("plan/*.py")}]
 
 
 def find_top(name: str, *, config: Path) -> ModuleSpec | None:

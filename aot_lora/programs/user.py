@@ -12,7 +12,7 @@ from aot_lora import _jax_compat
 from aot_lora.errors import AotLoraError, ProgramError
 from aot_lora.plan import UserEntry, Variant
 from aot_lora.programs.options import SILENT_JAX
-from aot_lora.programs.sources import find_top, search_path
+from aot_lora.programs.sources import find_top, is_own, search_path
 from aot_lora.programs.spec import Context, Point, Program
 
 
@@ -52,6 +52,8 @@ def load_entry(entry: UserEntry, *, config: Path) -> Callable[[Point, Context], 
 
 def _require_hashed(module_name: str, where: str, config: Path) -> None:
     """Refuses a module that is not the one whose sources are part of the identity."""
+    if is_own(module_name):
+        return
     top = module_name.partition(".")[0]
     hashed, imported = find_top(top, config=config), sys.modules[top].__spec__
     if hashed and imported and hashed.origin != imported.origin:

@@ -1,0 +1,114 @@
+"""The step: a batch of rows through all layers, and one token for each sequence that asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from aot_lora.decoder.attention import attend
+from aot_lora.decoder.lora import Lora, no_lora
+from aot_lora.decoder.rope import angles, rotate
+from aot_lora.decoder.sampling import sample
+from aot_lora.plan import HEAD_MODULE, DecoderShape
+
+Tree = dict[str, Any]
+
+
+def step(
+    shape: DecoderShape,
+    weights: Tree,
+    cache: Tree,
+    rows: Tree,
+    sampling: Tree,
+    *,
+    decode_rows: int,
+    lora: Lora = no_lora,
+    head_lora: Lora = no_lora,
+    axis: str | None = None,
+) -> tuple[jax.Array, Tree]:
+    """Runs a batch: writes its keys and values, and samples.
+
+    Under `jax.shard_map` the arrays are shards, as `specs` splits them; sums over `axis` are then
+    taken where Megatron takes them (Shoeybi et al., arXiv 1909.08053), and adapters add none.
+
+    Args:
+      shape: the model.
+      weights: as `weights.shapes` has them.
+      cache: ``k`` and ``v``, each [N, S, length, kv_heads, head_dim]; donate it.
+      rows: ``tokens``, ``positions`` (-1 is padding) and ``sequences``, each [T] int32.
+      sampling: ``rows`` [S] int32, the row to sample for each sequence or -1; ``temperature`` [S]
+        float32, 0 for the most likely token; ``seeds`` [S] uint32.
+      decode_rows: rows at the front that are one token each of a sequence of their own; after them
+        come chunks of `CHUNK` rows, each of one sequence.
+      lora: adds adapters to the rows; head_lora: to the sampled ones.
+      axis: the mesh axis of tensor parallelism.
+
+    Returns:
+      (tokens [S] int32, -1 where none was asked for; the cache).
+    """
+    positions, sequences = rows["positions"], rows["sequences"]
+    turn = angles(shape, positions)
+    length = cache["k"].shape[2]
+    places = jnp.where(positions >= 0, positions, length)  # beyond the cache: dropped
+
+    def total(partial: jax.Array) -> jax.Array:
+        return lax.psum(partial, axis) if axis else partial
+
+    def layer(carry: tuple[jax.Array, Tree], inputs: tuple[Tree, jax.Array]) -> tuple[Any, None]:
+        (x, cache), (own, index) = carry, inputs
+
+        def project(name: str, x: jax.Array) -> jax.Array:
+            return lora(name, x, x @ own[name], index)
+
+        normed = rms_norm(x, own["input_norm"], shape.norm_eps)
+        q, k, v = (
+            project(name, normed).reshape(x.shape[0], -1, shape.head_dim)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        new = {"k": rotate(k, turn), "v": v}
+        cache = {
+            name: cache[name].at[index, sequences, places].set(new[name], mode="drop")
+            for name in cache
+        }
+        keys, values = (
+            lax.dynamic_index_in_dim(cache[name], index, keepdims=False) for name in ("k", "v")
+        )
+        grouped = rotate(q, turn).reshape(x.shape[0], k.shape[1], -1, shape.head_dim)
+        mixed = attend(grouped, keys, values, positions, sequences, decode_rows=decode_rows)
+        x = x + total(project("o_proj", mixed.reshape(x.shape[0], -1)))
+
+        normed = rms_norm(x, own["post_norm"], shape.norm_eps)
+        inner = jax.nn.silu(project("gate_proj", normed)) * project("up_proj", normed)
+        return (x + total(project("down_proj", inner)), cache), None
+
+    x = total(_embed(weights["embed"], rows["tokens"], axis))
+    indices = jnp.arange(cache["k"].shape[0], dtype=jnp.int32)
+    (x, cache), _ = lax.scan(layer, (x, cache), (weights["layers"], indices))
+
+    wanted = sampling["rows"]
+    picked = rms_norm(x[wanted], weights["norm"], shape.norm_eps)
+    head = weights["embed"].T if shape.tied else weights[HEAD_MODULE]
+    logits = head_lora(HEAD_MODULE, picked, picked @ head, 0).astype(jnp.float32)
+    tokens = sample(
+        logits, sampling["temperature"], sampling["seeds"], positions[wanted], axis=axis
+    )
+    return jnp.where(wanted >= 0, tokens, -1), cache
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm of [T, hidden] (Zhang and Sennrich, arXiv 1910.07467), float32 inside."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+def _embed(table: jax.Array, tokens: jax.Array, axis: str | None) -> jax.Array:
+    """Rows of the embedding; zero for the tokens that another shard has."""
+    if not axis:
+        return table[tokens]
+    local = tokens - lax.axis_index(axis) * table.shape[0]
+    own = (local >= 0) & (local < table.shape[0])
+    return jnp.where(own[:, None], table[jnp.where(own, local, 0)], 0)

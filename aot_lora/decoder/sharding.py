@@ -1,0 +1,75 @@
+"""How weights, cache and banks are split over the chips of tensor parallelism.
+
+Column-parallel projections split their outputs, row-parallel ones their inputs (Megatron-LM, arXiv
+1909.08053). The banks follow: A is whole and B split on O, or A split on D and B whole, so that a
+row-parallel base and its adapters are partial sums of one and the same sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from aot_lora.decoder.weights import decoder_of
+from aot_lora.errors import ProgramError
+from aot_lora.plan import COLUMN_MODULES, HEAD_MODULE, ROW_MODULES, DecoderShape, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Specs:
+    """Trees of `PartitionSpec`, each like the argument of its name. The other arguments are whole.
+
+    Args:
+      weights, cache, banks: see `step_program`.
+    """
+
+    weights: dict[str, Any]
+    cache: dict[str, P]
+    banks: dict[str, tuple[P, P]]
+
+
+def specs(plan: Plan, *, tp: int, axis: str = "tp") -> Specs:
+    """The split of a plan's decoder over `tp` chips.
+
+    Args:
+      plan: with a decoder and a cache.
+      tp: chips along the mesh axis `axis`.
+
+    Raises:
+      ProgramError: `tp` does not divide what it has to split.
+    """
+    shape, _ = decoder_of(plan)
+    _check(shape, tp)
+    column, row = P(None, None, axis), P(None, axis, None)
+    layers = dict.fromkeys(COLUMN_MODULES, column) | dict.fromkeys(ROW_MODULES, row)
+    weights: dict[str, Any] = {
+        "embed": P(axis, None),
+        "norm": P(),
+        "layers": layers | {"input_norm": P(), "post_norm": P()},
+    }
+    if not shape.tied:
+        weights[HEAD_MODULE] = P(None, axis)
+    heads, width = P(None, None, None, axis, None), P(None, None, None, axis)
+    return Specs(
+        weights=weights,
+        cache={"k": heads, "v": heads},
+        banks={
+            module.name: (width, P()) if module.name in ROW_MODULES else (P(), width)
+            for module in plan.modules
+        },
+    )
+
+
+def _check(shape: DecoderShape, tp: int) -> None:
+    for name in ("heads", "kv_heads", "intermediate", "vocab"):
+        size = getattr(shape, name)
+        if size % tp:
+            raise ProgramError(
+                f"{size} {name} cannot be split over {tp} chips",
+                where="aot_lora.decoder.specs",
+                expected=f"a tp that divides {size}",
+                found=f"tp={tp}",
+                next_step="use fewer chips, or pad the model",
+            )
