@@ -29,8 +29,8 @@ kv_cache: {sequences: 4, length: 48}
 target: {platform: cpu}
 lora:
   modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head]
-  ranks: [4, 8, 16]
-  slots: [0, 1, 3]
+  ranks: [4, 16]
+  slots: [0, 3]
   max_adapters: 4
   dtype: float32
 tokens: {budget: 24, buckets: [4, 24]}

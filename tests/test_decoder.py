@@ -1,4 +1,4 @@
-"""The decoder served: warmed up by the command line, run sealed, token for token as by definition."""
+"""The decoder served: warmed up by the command line, sealed, token for token the definition."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoding import DECODER, Pairs, continued, write_adapters
-from serving import shared_folder, write
+from decoding import DECODER, Pairs, continued, logits, write_adapters
+from serving import shared_folder, warm, write
 
 from aot_lora import Runtime, errors, load_config
 from aot_lora.decoder import Session, random_weights
-from aot_lora.warmup import warmup
 
 PROMPTS = [
     [5, 90, 3],
@@ -27,7 +26,7 @@ COUNT = 9
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write(shared_folder(tmp_path_factory, "decoder") / "decoder.yaml", DECODER)
-    assert not warmup(load_config(path)).failed
+    warm(path)
     return path
 
 
@@ -96,8 +95,6 @@ def test_sampling_repeats_by_seed_whatever_else_is_in_the_batch(session: Session
 
 
 def test_many_draws_follow_the_temperature(session: Session, weights: dict[str, Any]) -> None:
-    from decoding import logits
-
     prompt, warmth, draws = [5, 6, 7], 0.7, 600
     scores = logits(session.runtime.plan.decoder, weights, prompt, {})[-1] / warmth
     shares = np.exp(scores - scores.max())
