@@ -1,8 +1,9 @@
 """Lets a CUDA build of torch run on a host without CUDA: stand-ins for the libraries it links.
 
 Run by tools/torch_cpu with the interpreter of the venv that has torch. Each stand-in defines the
-symbols that torch asks of that library. CUDA's own calls return 100, cudaErrorNoDevice, so that
-torch sees no GPU; others, some of which run as libraries load, return a pointer to some memory.
+symbols that torch asks of that library. CUDA counts no device, and what else is asked of it returns
+100, cudaErrorNoDevice; other calls, some of which run as libraries load, return a pointer to some
+memory.
 For tests only. Needs gcc, nm and readelf.
 """
 
@@ -17,6 +18,13 @@ LIB = Path(sysconfig.get_path("purelib")) / "torch" / "lib"
 # What every Linux host has, whatever torch needs of it.
 SYSTEM = re.compile(r"(ld-linux.*|lib(c|m|dl|rt|pthread|util|stdc\+\+|gcc_s|gomp.*))\.so.*")
 OURS = re.compile(r"(__)?(cu|nv|nccl)")  # symbols of CUDA's libraries
+# What torch and transformers ask even where there is no GPU.
+BODIES = {
+    "cudaGetDevice": "(int *device) { *device = 0; return 0; }",
+    "cudaGetDeviceCount": "(int *count) { *count = 0; return 0; }",
+    "cudaStreamIsCapturing": "(void *stream, int *status) { *status = 0; return 0; }",
+    "cudaGetErrorString": '(void) { return (long)"no CUDA here"; }',
+}
 
 
 def output(*command: str | Path) -> str:
@@ -61,7 +69,8 @@ def build(name: str, versions: dict[str, list[str]]) -> None:
         lines = ["static char memory[65536];"]
         for symbol in symbols:
             result = "100" if re.match(r"cud?a?[A-Z]", symbol) else "(long)memory"
-            lines.append(f"long {symbol}(void) {{ return {result}; }}")
+            body = BODIES.get(symbol, f"(void) {{ return {result}; }}")
+            lines.append(f"long {symbol}{body}")
         source.write_text("\n".join(lines) + "\n")
         blocks = [
             f"{version} {{ global: {'; '.join(names)}; }};"
