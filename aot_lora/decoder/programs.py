@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from aot_lora.decoder.lora import LoraMaker, masked_lora
 from aot_lora.decoder.model import Tree, step
+from aot_lora.decoder.sharding import specs
 from aot_lora.decoder.weights import decoder_of, shapes
+from aot_lora.programs.mesh import AXIS
 from aot_lora.programs.spec import Context, Point, Program
 
 
@@ -60,11 +64,13 @@ def step_program(
     """
     plan = context.plan
     shape, _ = decoder_of(plan)
+    by = specs(plan, tp=context.target.devices)
+    axis = AXIS if context.mesh else None
     used = point.tokens if prefill else decode_rows
 
     def base_step(weights: Tree, cache: Tree, rows: Tree, sampling: Tree) -> Any:
         rows = {name: array[:used] for name, array in rows.items()}
-        return step(shape, weights, cache, rows, sampling, decode_rows=decode_rows)
+        return step(shape, weights, cache, rows, sampling, decode_rows=decode_rows, axis=axis)
 
     def lora_step(
         weights: Tree, cache: Tree, rows: Tree, sampling: Tree, banks: Any, batch: Tree
@@ -80,22 +86,31 @@ def step_program(
             decode_rows=decode_rows,
             lora=lora(banks, batch, slots),
             head_lora=lora(banks, batch, slots[sampling["rows"]]),
+            axis=axis,
         )
 
-    args = step_args(point, context)
-    return Program(fn=lora_step if point.lanes else base_step, args=args, donate=(1,))
+    fn: Callable[..., Any] = lora_step if point.lanes else base_step
+    if context.mesh:
+        whole = PartitionSpec()
+        arguments = (by.weights, by.cache, whole, whole)
+        arguments += (by.banks, whole) if point.lanes else ()
+        fn = jax.shard_map(fn, mesh=context.mesh, in_specs=arguments, out_specs=(whole, by.cache))
+    return Program(fn=fn, args=step_args(point, context), donate=(1,))
 
 
 def step_args(point: Point, context: Context) -> tuple[Any, ...]:
     """The abstract arguments of a step, in its order."""
     plan, array = context.plan, context.array
     shape, cache = decoder_of(plan)
-    sequences = cache.sequences
-    entries = array(plan.layers, sequences, cache.length, shape.kv_heads, shape.head_dim)
+    sequences, by = cache.sequences, specs(plan, tp=context.target.devices)
+    entries = {
+        name: array(plan.layers, sequences, cache.length, shape.kv_heads, shape.head_dim, spec=spec)
+        for name, spec in by.cache.items()
+    }
     rows = {name: array(point.tokens, dtype="int32") for name in ("tokens", "positions")}
     args = (
-        jax.tree.map(lambda sizes: array(*sizes), shapes(plan), is_leaf=_is_shape),
-        {"k": entries, "v": entries},
+        jax.tree.map(lambda spec, sizes: array(*sizes, spec=spec), by.weights, shapes(plan)),
+        entries,
         rows | {"sequences": array(point.tokens, dtype="int32")},
         {
             "rows": array(sequences, dtype="int32"),
@@ -109,7 +124,3 @@ def step_args(point: Point, context: Context) -> tuple[Any, ...]:
     banks = {module.name: context.banks(module) for module in plan.modules}
     fields = {"blocks": batch.blocks, "owners": batch.owners, "slots": batch.slots}
     return (*args, banks, fields)
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from aot_lora.decoder.schedule import Request, Rows, next_rows
+from aot_lora.decoder.sharding import specs
 from aot_lora.decoder.weights import Weights, decoder_of, host_dtype
 from aot_lora.errors import ConfigError, OutOfPlanError
 
@@ -43,10 +44,12 @@ class Session:
                 next_step="raise tokens.budget and warm up",
             )
         self._cache_shape = cache
-        self._weights = jax.device_put(weights, runtime.device)
+        by = specs(runtime.plan, tp=runtime.plan.tp)
+        at = runtime.places.at
+        self._weights = jax.device_put(weights, jax.tree.map(at, by.weights))
         entries = (runtime.plan.layers, cache.sequences, cache.length)
         zeros = np.zeros((*entries, shape.kv_heads, shape.head_dim), host_dtype(runtime.plan))
-        self._cache = jax.device_put({"k": zeros, "v": zeros.copy()}, runtime.device)
+        self._cache = {name: jax.device_put(zeros, at(spec)) for name, spec in by.cache.items()}
 
     def generate(
         self,

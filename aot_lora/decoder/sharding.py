@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from aot_lora.decoder.weights import decoder_of
 from aot_lora.errors import ProgramError
 from aot_lora.plan import COLUMN_MODULES, HEAD_MODULE, ROW_MODULES, DecoderShape, Plan
+from aot_lora.programs import mesh
+from aot_lora.programs.mesh import AXIS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,35 +32,42 @@ class Specs:
     banks: dict[str, tuple[P, P]]
 
 
-def specs(plan: Plan, *, tp: int, axis: str = "tp") -> Specs:
+def specs(plan: Plan, *, tp: int) -> Specs:
     """The split of a plan's decoder over `tp` chips.
 
     Args:
       plan: with a decoder and a cache.
-      tp: chips along the mesh axis `axis`.
+      tp: chips of the mesh.
 
     Raises:
-      ProgramError: `tp` does not divide what it has to split.
+      ProgramError: `tp` does not divide what it has to split, or the config splits a module
+        otherwise than a decoder does.
     """
     shape, _ = decoder_of(plan)
     _check(shape, tp)
-    column, row = P(None, None, axis), P(None, axis, None)
+    for module in plan.modules:
+        if (module.split == "d") != (module.name in ROW_MODULES):
+            raise ProgramError(
+                f"a decoder does not split {module.name} like that",
+                where="mesh.row_parallel",
+                expected=f"{', '.join(ROW_MODULES)} and no others",
+                next_step="leave mesh.row_parallel out",
+            )
+    column, row = P(None, None, AXIS), P(None, AXIS, None)
     layers = dict.fromkeys(COLUMN_MODULES, column) | dict.fromkeys(ROW_MODULES, row)
     weights: dict[str, Any] = {
-        "embed": P(axis, None),
+        "embed": P(AXIS, None),
         "norm": P(),
         "layers": layers | {"input_norm": P(), "post_norm": P()},
     }
     if not shape.tied:
-        weights[HEAD_MODULE] = P(None, axis)
-    heads, width = P(None, None, None, axis, None), P(None, None, None, axis)
+        weights[HEAD_MODULE] = P(None, AXIS)
+    heads = P(None, None, None, AXIS, None)
+    divided = {module.name: mesh.specs(module.split) for module in plan.modules}
     return Specs(
         weights=weights,
         cache={"k": heads, "v": heads},
-        banks={
-            module.name: (width, P()) if module.name in ROW_MODULES else (P(), width)
-            for module in plan.modules
-        },
+        banks={name: (by.a_bank, by.b_bank) for name, by in divided.items()},
     )
 
 
