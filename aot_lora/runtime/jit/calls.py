@@ -111,7 +111,7 @@ def readable(signature: Signature) -> str:
 
 
 class _Text(str):
-    """A static value's text: shown as it is."""
+    """The text of a static value or option: shown as it is."""
 
     __slots__ = ()
 
@@ -139,5 +139,5 @@ def _described(call: Mapping[str, Any], arguments: Any, function: str) -> Call:
         tree=tree_of(call["tree"]),
         static={name: _Text(value) for name, value in call["static"].items()},
         options={**call["options"], "key": call["key"], "what it holds": call["held"]},
-        context=call["context"],
+        context={name: _Text(value) for name, value in call["context"].items()},
     )

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from aot_lora import _jax_compat
-from aot_lora._jax_compat.dispatch import Given, dispatcher
+from aot_lora._jax_compat.dispatch import Given, dispatcher, refuse_held_arrays
 from aot_lora._jax_compat.placement import load_at, placement_of
 from aot_lora.errors import CheckFailed, ProgramError
 from aot_lora.lowering.lock import Comparison, LockLine, compare, dump_lock, read_lock
@@ -109,7 +109,7 @@ class Recording:
     def _build(self, text: str, given: Given) -> Any:
         name = variant_name(text, self._entries)
         found = lower(
-            lambda: given.jitted.trace(*given.args, **given.kwargs),
+            lambda: refuse_held_arrays(given.jitted.trace(*given.args, **given.kwargs)),
             platform=self.target.platform,
             where=name,
             own_nodes=True,
