@@ -37,3 +37,22 @@ def test_example(tmp_path: Path, config: str, script: str, says: str):
     errors = [line.split()[-1] for line in done.stdout.splitlines() if "largest error" in line]
     assert len(errors) == 3, done.stdout
     assert all(float(error) < 1e-5 for error in errors), done.stdout
+
+
+def test_the_self_warming_engine_records_and_is_sealed(tmp_path: Path):
+    script = [sys.executable, str(EXAMPLES / "self_warming_engine.py")]
+    environment = {**os.environ, "AOT_LORA_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    said: list[str] = []
+    for session in ("", "record:engine", "sealed:engine"):
+        done = subprocess.run(
+            script,
+            env=environment | {"AOT_LORA_JIT": session},
+            cwd=ROOT,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.splitlines()[-1])
+    assert len(set(said)) == 1
+    assert said[0].startswith("37 rows: ")

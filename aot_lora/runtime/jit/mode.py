@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from aot_lora.config.presets import default_store_root
 from aot_lora.errors import ConfigError
 
 VARIABLE = "AOT_LORA_JIT"
@@ -82,7 +81,11 @@ def leave(session: Session) -> None:
 def store_root(store: str | os.PathLike[str] | None) -> Path:
     """The store: as given, then ``AOT_LORA_CACHE``, then the default of this platform."""
     chosen = store or os.environ.get("AOT_LORA_CACHE")
-    return Path(chosen).expanduser().absolute() if chosen else default_store_root()
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    from aot_lora.config.presets import default_store_root  # Loads all that configs need.
+
+    return default_store_root()
 
 
 def checked_name(name: str) -> str:
@@ -107,11 +110,11 @@ def _read_environment() -> Session | None:
         if not value:
             _State.read = True
         elif verb == "record" and name:
-            from aot_lora.runtime.jit.record import Recording
+            from aot_lora.runtime.jit.recorder import Recording
 
             Recording(name, eager_manifest=True).open()
         elif verb in ("replay", "sealed") and name:
-            from aot_lora.runtime.jit.replay import Replay
+            from aot_lora.runtime.jit.replayer import Replay
 
             Replay(name, seal=verb == "sealed").open()
         else:
