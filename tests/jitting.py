@@ -52,7 +52,7 @@ def batched(batch):
     return Batch(batch.tokens + (1 if batch.kind == "a" else 2), batch.kind)
 
 
-@aot_lora.jit
+@aot_lora.jit(sources=["kernels_of_mine"])
 def outer(x):
     return norm(x) + 1
 
@@ -173,6 +173,8 @@ print(json.dumps(run()))
 def write_engine(folder: Path, engine: str = ENGINE) -> Path:
     for name, text in (("engine", engine), ("other", OTHER), ("driver", DRIVER)):
         (folder / f"{name}.py").write_text(text)
+    (folder / "kernels_of_mine").mkdir(exist_ok=True)
+    (folder / "kernels_of_mine/__init__.py").write_text("")
     return folder
 
 

@@ -105,6 +105,30 @@ def test_a_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     drive(tmp_path, "replay")
 
 
+def test_a_changed_module_that_a_function_names_is_refused(tmp_path: Path) -> None:
+    text = ONE.replace("donate_argnums=0", 'donate_argnums=0, sources=["kernels_of_mine"]')
+    write_engine(tmp_path, text)
+    drive(tmp_path, "record")
+    (tmp_path / "kernels_of_mine/new.py").write_text("")
+    assert "source of kernels_of_mine: here " in driven(tmp_path, "replay").stderr
+
+
+def test_what_jax_has_in_its_own_cache_is_recorded_as_well(tmp_path: Path) -> None:
+    write_engine(tmp_path, ONE)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    plain = drive(tmp_path, "plain", **cache)
+    assert list((tmp_path / "jax").iterdir())
+    # Called before the recording, JAX has it in memory as well.
+    engine = tmp_path / "engine.py"
+    engine.write_text(engine.read_text() + "\n\nwarm_up()\n")
+    assert drive(tmp_path, "record", **cache)["compiled"] == 1
+    assert drive(tmp_path, "replay")["found"] == plain["found"]
+
+
 def test_a_damaged_artifact_is_refused_and_mended_by_recording(tmp_path: Path) -> None:
     write_engine(tmp_path, ONE)
     drive(tmp_path, "record")

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, compiler, core, pjit, stages, tree_util
+from jax._src import api_util, compilation_cache, compiler, core, pjit, stages, tree_util
 from jax._src import config as jax_config
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
@@ -152,6 +152,21 @@ def serialize(compiled: Any) -> bytes:
             next_step="pass them as arguments",
         )
     return bytes(compiled.runtime_executable().serialize())
+
+
+@contextmanager
+def without_cache() -> Generator[None]:
+    """Compiles past JAX's persistent cache, for the whole process.
+
+    An executable of a CPU that comes from that cache serializes without its code, and without a
+    word: it loads, and fails when it is run ("Function ... not found").
+    """
+    inner = compilation_cache.is_cache_used
+    compilation_cache.is_cache_used = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        compilation_cache.is_cache_used = inner
 
 
 def load(raw: bytes, signature: Signature, device: Any) -> Any:

@@ -82,6 +82,7 @@ def main() -> None:
     store = Path(folder) / "store"
     found: dict[str, float] = {}
     events: list[str] = []
+    opened: Any = None
     if side in ("cold", "cached"):
         run: Any = jax.jit(step, donate_argnums=1)
     else:
@@ -91,16 +92,17 @@ def main() -> None:
             lambda name, *_, **__: events.append(name)
         )
         run = aot_lora.jit(step, program="step", donate_argnums=1)
+        opened = aot_lora.recording if side == "record" else aot_lora.replay
     began = time.monotonic()
     arguments = inputs(int(layers), [int(count) for count in tokens.split(",")])
     spent = time.monotonic() - began
     began = time.monotonic()
     if side == "record":
-        with aot_lora.recording("bench", store):
+        with opened("bench", store):
             results = warm_up(run, *arguments)
     else:
         if side == "sealed":
-            aot_lora.replay("bench", store)
+            opened("bench", store)
         else:
             weights, cache, batches = arguments
             for batch in batches:  # What the first calls find compiled.

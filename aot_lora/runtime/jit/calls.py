@@ -44,7 +44,8 @@ class Function:
         root: Any = jitted.function
         while isinstance(root, functools.partial):
             root = root.func
-        self.modules = {str(getattr(root, "__module__", "")), *stable.modules}
+        module = str(getattr(root, "__module__", ""))
+        self.modules = {module, *stable.modules, *jitted.sources}
 
     def text(self, given: Given) -> str:
         """The text of a call, as JSON; calls of one text run the same executable.

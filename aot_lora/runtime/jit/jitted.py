@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -20,15 +20,24 @@ class Jitted:
       function: the Python function.
       program: its name in stores and locks; by default its module and qualified name.
       key: stands for what the function holds and that has no lasting text of its own.
+      sources: names of further modules that its traces depend on.
       options: for `jax.jit`.
     """
 
     def __init__(
-        self, function: Callable[..., Any], program: str | None, key: str, options: dict[str, Any]
+        self,
+        function: Callable[..., Any],
+        *,
+        program: str | None,
+        key: str,
+        sources: Collection[str],
+        options: dict[str, Any],
     ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.key = key
+        self.sources = tuple(sources)
+        self._options = options
         self.plain: Any = jax.jit(function, **options)
         self.program = program or self.qualified_name
         self._session: mode.Session | None = None
@@ -42,6 +51,20 @@ class Jitted:
             function = function.func
         name = getattr(function, "__qualname__", None) or type(function).__qualname__
         return f"{getattr(function, '__module__', None)}.{name}"
+
+    def anew(self) -> Any:
+        """Another `jax.jit` of the function, that shares nothing JAX holds in memory for this one.
+
+        What JAX holds may come from its persistent cache: see `_jax_compat.without_cache`.
+        """
+        function = self.function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        call.__name__ = getattr(self.plain, "__name__", call.__name__)
+        return jax.jit(call, **self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         session = mode.current()
@@ -93,6 +116,7 @@ def jit(
     *,
     program: str | None = None,
     key: str = "",
+    sources: Collection[str] = (),
     **options: Any,
 ) -> Any:
     """`jax.jit` that can record its calls, and later only look them up.
@@ -108,6 +132,9 @@ def jit(
       program: its name in stores and locks; by default its module and qualified name.
       key: where the function holds what has no lasting text, as a model object: a text that changes
         whenever what is traced would, for instance the digest of the model's config.
+      sources: names of further modules that its traces depend on. The whole top-level package of
+        the function counts always, and those of functions and classes that it holds or is given as
+        static values; a single file counts with its neighbours.
       options: as of `jax.jit`: static_argnums, static_argnames, donate_argnums, donate_argnames,
         in_shardings, out_shardings, keep_unused, compiler_options, inline. Static values must be
         numbers, texts, enums, dtypes, functions, and tuples or frozen dataclasses of such.
@@ -117,5 +144,5 @@ def jit(
       RecompileError: at a call in a replay that was not recorded; it names what differs.
     """
     if function is None:
-        return functools.partial(jit, program=program, key=key, **options)
-    return Jitted(function, program, key, options)
+        return functools.partial(jit, program=program, key=key, sources=sources, **options)
+    return Jitted(function, program=program, key=key, sources=sources, options=options)

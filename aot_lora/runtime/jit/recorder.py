@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,6 @@ class Recording:
     Args:
       name: of the recording.
       store: its folder; by default that of `mode.store_root`.
-      sources: names of further modules that traces depend on.
       lock: where the lock is written; by default ``recordings/NAME.lock.json`` in the store.
       eager_manifest: whether the manifest is written after each new call, for a process whose end
         nobody waits for, rather than at the end.
@@ -52,7 +51,6 @@ class Recording:
         name: str,
         store: str | os.PathLike[str] | None = None,
         *,
-        sources: Sequence[str] = (),
         lock: str | os.PathLike[str] | None = None,
         eager_manifest: bool = False,
     ) -> None:
@@ -63,7 +61,6 @@ class Recording:
         self.reason = f"recording `{name}`"
         self.traced = 0
         self.compiled = 0
-        self._sources = sources
         self._eager = eager_manifest
         self._functions: list[Function] = []
         self._loaded: dict[str, Any] = {}
@@ -101,15 +98,15 @@ class Recording:
         text = function.text(given)
         with self._building:
             if text not in self._loaded:
-                self._loaded[text] = self._build(text, given)
+                self._loaded[text] = self._build(function.jitted, text, given)
                 if self._eager:
                     self.write()
             return self._loaded[text]
 
-    def _build(self, text: str, given: Given) -> Any:
+    def _build(self, jitted: Jitted, text: str, given: Given) -> Any:
         name = variant_name(text, self._entries)
         found = lower(
-            lambda: refuse_held_arrays(given.jitted.trace(*given.args, **given.kwargs)),
+            lambda: refuse_held_arrays(jitted.anew().trace(*given.args, **given.kwargs)),
             platform=self.target.platform,
             where=name,
             own_nodes=True,
@@ -134,9 +131,8 @@ class Recording:
 
     def _parts(self) -> dict[str, str]:
         modules = {module for function in self._functions for module in function.modules}
-        names = tops([*modules, *self._sources])
         own = {"recording": self.name, "call format": str(FORMAT)}
-        return {**own, **module_digests(names), **self._target_parts}
+        return {**own, **module_digests(tops(modules)), **self._target_parts}
 
     def write(self) -> None:
         """Writes the manifest and the lock of what was recorded up to now.
@@ -174,7 +170,8 @@ class Recording:
 
 def _compile(name: str, text: str, found: Lowering) -> tuple[bytes, Signature]:
     try:
-        compiled = found.lowered.compile()
+        with _jax_compat.without_cache():
+            compiled = found.lowered.compile()
     except Exception as error:
         raise ProgramError(
             f"the compiler refused it: {type(error).__name__}: {str(error).strip()[:1000]}",
@@ -191,7 +188,6 @@ def recording(
     name: str,
     store: str | os.PathLike[str] | None = None,
     *,
-    sources: Sequence[str] = (),
     lock: str | os.PathLike[str] | None = None,
     check: bool = False,
 ) -> Generator[Recording]:
@@ -204,15 +200,13 @@ def recording(
     Args:
       name: letters, digits, _ . -
       store: a folder; by default that of ``AOT_LORA_CACHE``, else the platform's default.
-      sources: names of further modules that traces depend on. The whole top-level packages of the
-        jitted functions, and of functions and classes among static values, count always.
       lock: the lock's file; by default ``recordings/NAME.lock.json`` in the store.
       check: compare with the lock instead of writing it.
 
     Raises:
       ConfigError: a session is open already; CheckFailed: with `check`, the lock does not hold.
     """
-    session = Recording(name, store, sources=sources, lock=lock)
+    session = Recording(name, store, lock=lock)
     session.open()
     try:
         yield session
