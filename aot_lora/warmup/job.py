@@ -129,8 +129,11 @@ def build(variant: Variant) -> Built:
 
 
 def _compile(variant: Variant, lowered: Any) -> Any:
+    from aot_lora import _jax_compat
+
     try:
-        return lowered.compile()
+        with _jax_compat.without_cache():
+            return lowered.compile()
     except Exception as error:
         raise ProgramError(
             f"the compiler refused it: {type(error).__name__}: {str(error).strip()[:1000]}",
