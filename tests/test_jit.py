@@ -244,6 +244,11 @@ def test_an_unknown_call_is_refused_by_name(tmp_path: Path) -> None:
             aot_lora.jit(step, program="new", key="test", static_argnums=2)(weights, X, 2)
         with pytest.raises(RecompileError, match="replay of recording"):
             jnp.arange(977) * 3  # The seal holds for all of JAX.
+        with aot_lora.allow_compile("a test"):
+            np.testing.assert_array_equal(ours(weights, X, 4), X * 12)
+        traces.clear()
+        with pytest.raises(RecompileError, match="layers: static value 4, was 2"):
+            ours(weights, X, 4)
     assert not traces
     ours(weights, X, 3)  # Plain again.
     assert traces

@@ -103,14 +103,18 @@ def dispatcher(jitted: Any, find: Callable[[Given], Any]) -> Any:
 
     Args:
       jitted: what `jax.jit` returned.
-      find: from the call to a `jax.stages.Compiled` for it. What it raises reaches the caller.
+      find: from the call to a `jax.stages.Compiled` for it, or None for `jitted` itself.
+        What it raises reaches the caller.
     """
 
     def miss(*args: Any, **kwargs: Any) -> Any:
         call = given(jitted, args, kwargs)
         if is_traced(call.leaves):
             return jitted(*args, **kwargs), None, False
-        return _run(find(call), call.leaves)
+        found = find(call)
+        if found is None:
+            return jitted(*args, **kwargs), None, False
+        return _run(found, call.leaves)
 
     info = jitted._jit_info
     return _jax.pjit(

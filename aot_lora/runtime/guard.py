@@ -108,6 +108,11 @@ def allowed() -> tuple[Allowed, ...]:
         return tuple(_allowed)
 
 
+def is_allowed() -> bool:
+    """Whether this thread is inside of an `allow_compile`."""
+    return any(thread == threading.get_ident() for thread, _ in _passes.get())
+
+
 def _guard(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
     here = threading.get_ident()
     reasons = [reason for thread, reason in _passes.get() if thread == here]
