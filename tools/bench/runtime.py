@@ -2,9 +2,11 @@
 
     python tools/bench/runtime.py soak
     python tools/bench/runtime.py load [--platform cuda]
+    python tools/bench/runtime.py serve [--platform cuda]
 
 Goals: 1,000,000 steps with a load or unload every 100 without a compile, a trace or growing memory;
-an adapter from file to slot at 70 % of the speed of reading and copying its bytes.
+an adapter from file to slot at 70 % of the speed of reading and copying its bytes; decode steps
+while another thread loads adapters at most 5 % slower than without.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +37,9 @@ adapters: {{host_cache: 2GiB}}
 
 
 def main() -> None:
-    """Runs one of the two."""
+    """Runs one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=("soak", "load"))
+    parser.add_argument("case", choices=("soak", "load", "serve"))
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
@@ -46,6 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="aot-lora-bench-") as name:
         if options.case == "soak":
             _soak(Path(name), options.steps)
+        elif options.case == "serve":
+            _serve(Path(name), options.platform, options.rounds)
         else:
             _load(Path(name), options.platform, options.rounds)
 
@@ -269,6 +274,138 @@ def _check_slot(runtime: Any, path: Path) -> None:
         b = b_bank[:, blocks].reshape(own.b.swapaxes(1, 2).shape)
         if not (np.array_equal(a, own.a) and np.array_equal(b, own.b.swapaxes(1, 2))):
             raise SystemExit(f"{name}: the bank holds other weights than the file")
+
+
+# --- Serve ----------------------------------------------------------------------------------------
+
+_SERVED = """\
+model: {model}
+target: {{platform: {platform}}}
+lora: {{ranks: [16, 64], slots: [8], max_adapters: 12, resident_lanes: 384, dtype: {dtype}}}
+tokens: {{budget: 16, buckets: [16]}}
+kv_cache: {{sequences: 16, length: 2048}}
+programs: [lora, {{entry: "aot_lora.decoder:decode_step"}}]
+adapters: {{host_cache: {cache}}}
+"""
+_SEGMENT_SECONDS = 2.0
+
+
+def _serve(folder: Path, platform: str, rounds: int) -> None:
+    """Decode steps of 16 rows and 8 adapters, without loads and beside a thread that loads."""
+    model, dtype = ("llama-3.1-8b", "bfloat16") if platform == "cuda" else ("tiny", "float32")
+    config = folder / "served.yaml"
+
+    def write(cache: str) -> None:
+        text = _SERVED.format(model=model, platform=platform, dtype=dtype, cache=cache)
+        config.write_text(text, encoding="utf-8")
+
+    write("1")
+    from aot_lora import load_config
+
+    plan = load_config(config).plan
+    base = [_write_adapter(folder / f"base{n}", plan, 16, n) for n in range(8)]
+    from decoder_steps import random_weights
+
+    weights = random_weights(plan, load_config(config).targets[0])
+    # A byte of host cache holds no adapter: each load reads its file.
+    for cache, source in (("1", "files"), ("2GiB", "the host cache")):
+        write(cache)
+        runtime = _open(folder, str(config), platform)
+        for rank in (16, 64):
+            loaded = folder / f"loaded{rank}"
+            if not loaded.exists():
+                _write_adapter(loaded, plan, rank, 100 + rank)
+            for path in base:
+                runtime.adapters.load(path)
+            _measure_serving(runtime, weights, loaded, f"serve/{platform}/r{rank}", source, rounds)
+        runtime.close()
+
+
+def _measure_serving(
+    runtime: Any, weights: Any, loaded: Path, case: str, source: str, rounds: int
+) -> None:
+    import jax
+    import numpy as np
+
+    plan = runtime.plan
+    found = runtime.lookup("decode_step", tokens=16, slots=8, rank=16)
+    blocks = [(block, slot) for slot, own in runtime.banks.owned.items() for block in own]
+    blocks += [(0, -2)] * (found.lanes // plan.quantum - len(blocks))
+    block, owners = np.array(blocks, np.int32).T
+    rows = np.arange(16, dtype=np.int32)
+    entries = (plan.layers, 16, plan.cache.length, plan.decoder.kv_heads, plan.decoder.head_dim)
+    zeros = np.zeros(entries, jax.numpy.dtype(plan.dtype))
+    state = {"cache": jax.device_put({"k": zeros, "v": zeros.copy()}, runtime.device)}
+    rest = jax.device_put(
+        (
+            {"tokens": rows, "positions": np.full(16, 1024, np.int32), "sequences": rows},
+            {
+                "rows": rows,
+                "temperature": np.zeros(16, np.float32),
+                "seeds": np.zeros(16, np.uint32),
+            },
+        ),
+        runtime.device,
+    )
+    batch = jax.device_put(
+        {"blocks": block.copy(), "owners": owners.copy(), "slots": rows % 8}, runtime.device
+    )
+
+    def step() -> Any:
+        with runtime.banks.reading() as banks:
+            tokens, state["cache"] = found.executable(weights, state["cache"], *rest, banks, batch)
+        return np.asarray(tokens)
+
+    expected = step()
+    stop, loads = threading.Event(), [0]
+
+    def load() -> None:
+        while not stop.is_set():
+            runtime.adapters.load(loaded, name="loaded")
+            runtime.adapters.unload("loaded")
+            loads[0] += 1
+
+    def segment() -> list[float]:
+        times: list[float] = []
+        end = time.perf_counter() + _SEGMENT_SECONDS
+        while time.perf_counter() < end:
+            began = time.perf_counter()
+            tokens = step()
+            times.append(time.perf_counter() - began)
+            if not np.array_equal(tokens, expected):
+                raise SystemExit(f"{case}: a step beside a load says something else")
+        return times
+
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(rounds):
+        alone += segment()
+        stop.clear()
+        thread = threading.Thread(target=load)
+        thread.start()
+        beside += segment()
+        stop.set()
+        thread.join()
+    if not loads[0]:
+        raise SystemExit(f"{case}: no adapter was loaded")
+    note(f"{case}, from {source}: {loads[0]} loads beside {len(beside)} steps")
+    for name, of in (
+        ("median", statistics.median),
+        ("mean", statistics.mean),
+        ("99th percentile", _p99),
+    ):
+        emit(
+            case=case,
+            metric=f"{name} of a decode step while adapters load from {source}",
+            value=of(beside) * 1e3,
+            unit="ms",
+            peer="without loads",
+            peer_value=of(alone) * 1e3,
+        )
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
 
 
 def _forget(file: Path) -> None:
