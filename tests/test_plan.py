@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from aot_lora.errors import PlanError
 from aot_lora.plan import (
     Axis,
+    DecoderShape,
+    KvCache,
     Module,
     Plan,
     UserEntry,
@@ -133,6 +135,17 @@ CHANGED = {
     "max_adapters": 9,
     "with_lora": False,
     "user": (STEP,),
+    "decoder": DecoderShape(
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        intermediate=128,
+        vocab=256,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+    ),
+    "cache": KvCache(sequences=4, length=64),
     "variants": (Variant(program="other"),),
 }
 
