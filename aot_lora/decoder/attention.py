@@ -18,6 +18,7 @@ def attend(
     q: jax.Array,
     keys: jax.Array,
     values: jax.Array,
+    layer: jax.Array,
     positions: jax.Array,
     sequences: jax.Array,
     *,
@@ -27,7 +28,7 @@ def attend(
 
     Args:
       q: [T, K, G, H].
-      keys, values: [S, length, K, H].
+      keys, values: [N, S, length, K, H], the whole cache; layer: int32 scalar, the one meant.
       positions: [T] int32; -1 is padding, whose result means nothing.
       sequences: [T] int32.
       decode_rows: rows that are each of a sequence of their own; the rest are chunks of `CHUNK`.
@@ -36,9 +37,8 @@ def attend(
       [T, K, G, H] in the dtype of `q`.
     """
     count = q.shape[0] - decode_rows
-    decoded = _decode(
-        q[:decode_rows], keys, values, positions[:decode_rows], sequences[:decode_rows]
-    )
+    own = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
+    decoded = _decode(q[:decode_rows], *own, positions[:decode_rows], sequences[:decode_rows])
     if not count:
         return decoded
     size = min(CHUNK, count)
@@ -51,7 +51,8 @@ def attend(
 
     def one(chunk: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         rows, at, owner = chunk
-        k, v = (lax.dynamic_slice_in_dim(x, owner[0], 1) for x in (keys, values))
+        start, size = (layer, owner[0], 0, 0, 0), (1, 1, *keys.shape[2:])
+        k, v = (lax.dynamic_slice(x, start, size)[0] for x in (keys, values))
         return _over(rows[None], k, v, at[None])[0]
 
     prefilled = lax.map(

@@ -73,11 +73,16 @@ def step(
             name: cache[name].at[index, sequences, places].set(new[name], mode="drop")
             for name in cache
         }
-        keys, values = (
-            lax.dynamic_index_in_dim(cache[name], index, keepdims=False) for name in ("k", "v")
-        )
         grouped = rotate(q, turn).reshape(x.shape[0], k.shape[1], -1, shape.head_dim)
-        mixed = attend(grouped, keys, values, positions, sequences, decode_rows=decode_rows)
+        mixed = attend(
+            grouped,
+            cache["k"],
+            cache["v"],
+            index,
+            positions,
+            sequences,
+            decode_rows=decode_rows,
+        )
         x = x + total(project("o_proj", mixed.reshape(x.shape[0], -1)))
 
         normed = rms_norm(x, own["post_norm"], shape.norm_eps)
