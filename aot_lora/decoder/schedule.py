@@ -1,4 +1,4 @@
-"""Which rows go into the next step: plain numpy and Python, no jax.
+"""Which rows go into the next step: plain Python and numpy; nothing here runs on a device.
 
 A request first runs its prompt, in chunks, and then decodes one token a step.
 """
