@@ -21,4 +21,4 @@ def test_a_warmup_compiles_past_it(tiny_config: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     config = load_config(tiny_config, store=str(tmp_path / "second"))
     device = jax.devices()[0]
-    prime(load_all(config, config.targets[0], device).values(), device)
+    prime(load_all(config, config.targets[0], [device]).values())
