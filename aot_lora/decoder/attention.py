@@ -37,8 +37,8 @@ def attend(
       [T, K, G, H] in the dtype of `q`.
     """
     count = q.shape[0] - decode_rows
-    own = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
-    decoded = _decode(q[:decode_rows], *own, positions[:decode_rows], sequences[:decode_rows])
+    k, v = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
+    decoded = _decode(q[:decode_rows], k, v, positions[:decode_rows], sequences[:decode_rows])
     if not count:
         return decoded
     size = min(CHUNK, count)
