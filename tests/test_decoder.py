@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from decoding import DECODER, Pairs, continued, logits, write_adapters
 from serving import shared_folder, warm, write
 
-from aot_lora import Runtime, errors, load_config
-from aot_lora.decoder import Session, random_weights
+from aot_lora import Context, Point, Runtime, errors, load_config
+from aot_lora.decoder import Session, random_weights, step_program
+from aot_lora.decoder.weights import take_apart
+from aot_lora.plan import TargetSpec
 
 PROMPTS = [
     [5, 90, 3],
@@ -136,3 +139,33 @@ def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(
     with pytest.raises(errors.OutOfPlanError) as caught:
         session.generate(prompts, slots, 9)
     assert text in str(caught.value)
+
+
+def test_layers_apart_are_as_layers_stacked(config: Path, weights: dict[str, Any]) -> None:
+    """What a step for a GPU takes, on the CPU."""
+    plan = load_config(config).plan
+    point = Point(tokens=24, lanes=48)
+    found: list[Any] = []
+    for platform in ("cpu", "cuda"):
+        context = Context(plan=plan, target=TargetSpec(platform))
+        program = step_program(point, context, decode_rows=4)
+        _, cache, rows, sampling, banks, batch = jax.tree.map(
+            lambda a: np.zeros(a.shape, a.dtype), program.args
+        )
+        rows |= {
+            "tokens": np.arange(24, dtype=np.int32),
+            "positions": np.arange(24, dtype=np.int32),
+        }
+        rng = np.random.default_rng(3)
+        banks = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32) / 9, banks)  # noqa: B023
+        batch |= {"blocks": np.arange(12, dtype=np.int32), "slots": np.zeros(24, np.int32)}
+        own = weights if platform == "cpu" else take_apart(weights)
+        tokens, after = jax.jit(program.fn)(own, cache, rows, sampling, banks, batch)
+        if platform == "cuda":
+            after = {name: np.stack(layers) for name, layers in after.items()}
+        found.append(jax.device_get((tokens, after)))
+    stacked, apart = found
+    assert np.array_equal(stacked[0], apart[0])
+    for name in ("k", "v"):
+        np.testing.assert_allclose(stacked[1][name], apart[1][name], atol=1e-5)
+        assert stacked[1][name].any()

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from aot_lora.kernels.blocks import Layer
+
 CHUNK = 128
 """Rows of a prefill chunk, all of one sequence."""
 
@@ -18,20 +20,22 @@ def attend(
     q: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    layer: jax.Array,
+    layer: Layer,
     positions: jax.Array,
     sequences: jax.Array,
     *,
     decode_rows: int,
+    together: int = 1,
 ) -> jax.Array:
     """Each row over the positions of its sequence up to its own.
 
     Args:
       q: [T, K, G, H].
-      keys, values: [N, S, length, K, H], the whole cache; layer: int32 scalar, the one meant.
+      keys, values: [N, S, K, length, H], the whole cache; layer: the one meant.
       positions: [T] int32; -1 is padding, whose result means nothing.
       sequences: [T] int32.
       decode_rows: rows that are each of a sequence of their own; the rest are chunks of `CHUNK`.
+      together: chunks that are computed at a time.
 
     Returns:
       [T, K, G, H] in the dtype of `q`.
@@ -62,6 +66,7 @@ def attend(
             chunked(positions[decode_rows:], -1),
             chunked(sequences[decode_rows:], 0),
         ),
+        batch_size=min(together, chunks) if together > 1 else None,
     )
     prefilled = prefilled.reshape(chunks * size, *q.shape[1:])[:count]
     return jnp.concatenate([decoded, prefilled])
@@ -83,11 +88,11 @@ def _decode(
 
 
 def _over(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """Queries [B, Q, K, G, H] over keys and values [B, length, K, H], up to positions [B, Q]."""
-    scores = jnp.einsum("bqkgh,blkh->bkgql", q, keys, preferred_element_type=jnp.float32)
+    """Queries [B, Q, K, G, H] over keys and values [B, K, length, H], up to positions [B, Q]."""
+    scores = jnp.einsum("bqkgh,bklh->bkgql", q, keys, preferred_element_type=jnp.float32)
     scores *= q.shape[-1] ** -0.5
-    seen = jnp.arange(keys.shape[1]) <= positions[:, :, None]
+    seen = jnp.arange(keys.shape[2]) <= positions[:, :, None]
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    mixed = jnp.einsum("bkgql,blkh->bqkgh", weights, values, preferred_element_type=jnp.float32)
+    mixed = jnp.einsum("bkgql,bklh->bqkgh", weights, values, preferred_element_type=jnp.float32)
     return mixed.astype(q.dtype)

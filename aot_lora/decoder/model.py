@@ -12,6 +12,7 @@ from aot_lora.decoder.attention import attend
 from aot_lora.decoder.lora import Lora, no_lora
 from aot_lora.decoder.rope import angles, rotate
 from aot_lora.decoder.sampling import sample
+from aot_lora.kernels.blocks import Layer
 from aot_lora.plan import HEAD_MODULE, DecoderShape
 
 Tree = dict[str, Any]
@@ -28,6 +29,7 @@ def step(
     lora: Lora = no_lora,
     head_lora: Lora = no_lora,
     axis: str | None = None,
+    together: int = 1,
 ) -> tuple[jax.Array, Tree]:
     """Runs a batch: writes its keys and values, and samples.
 
@@ -36,8 +38,9 @@ def step(
 
     Args:
       shape: the model.
-      weights: as `weights.shapes` has them.
-      cache: ``k`` and ``v``, each [N, S, length, kv_heads, head_dim]; donate it.
+      weights: as `weights.shapes` has them, or each layer's apart.
+      cache: ``k`` and ``v``, each [N, S, kv_heads, length, head_dim], or a list of N without that
+        axis; donate it.
       rows: ``tokens``, ``positions`` (-1 is padding) and ``sequences``, each [T] int32.
       sampling: ``rows`` [S] int32, the row to sample for each sequence or -1; ``temperature`` [S]
         float32, 0 for the most likely token; ``seeds`` [S] uint32.
@@ -45,23 +48,24 @@ def step(
         come chunks of `CHUNK` rows, each of one sequence.
       lora: adds adapters to the rows; head_lora: to the sampled ones.
       axis: the mesh axis of tensor parallelism.
+      together: chunks whose attention is computed at a time.
 
     Returns:
       (tokens [S] int32, -1 where none was asked for; the cache).
     """
     positions, sequences = rows["positions"], rows["sequences"]
     turn = angles(shape, positions)
-    length = cache["k"].shape[2]
+    length = cache["k"][0].shape[2]
     places = jnp.where(positions >= 0, positions, length)  # beyond the cache: dropped
 
     def total(partial: jax.Array) -> jax.Array:
         return lax.psum(partial, axis) if axis else partial
 
-    def layer(carry: tuple[jax.Array, Tree], inputs: tuple[Tree, jax.Array]) -> tuple[Any, None]:
-        (x, cache), (own, index) = carry, inputs
+    def layer(x: jax.Array, cache: Tree, own: Tree, index: Layer, bank: Layer) -> tuple[Any, Tree]:
+        """One layer, `index` of the cache and `bank` of the banks."""
 
         def project(name: str, x: jax.Array) -> jax.Array:
-            return lora(name, x, x @ own[name], index)
+            return lora(name, x, x @ own[name], bank)
 
         normed = rms_norm(x, own["input_norm"], shape.norm_eps)
         q, k, v = (
@@ -70,7 +74,7 @@ def step(
         )
         new = {"k": rotate(k, turn), "v": v}
         cache = {
-            name: cache[name].at[index, sequences, places].set(new[name], mode="drop")
+            name: cache[name].at[index, sequences, :, places].set(new[name], mode="drop")
             for name in cache
         }
         grouped = rotate(q, turn).reshape(x.shape[0], k.shape[1], -1, shape.head_dim)
@@ -82,16 +86,30 @@ def step(
             positions,
             sequences,
             decode_rows=decode_rows,
+            together=together,
         )
         x = x + total(project("o_proj", mixed.reshape(x.shape[0], -1)))
 
         normed = rms_norm(x, own["post_norm"], shape.norm_eps)
         inner = jax.nn.silu(project("gate_proj", normed)) * project("up_proj", normed)
-        return (x + total(project("down_proj", inner)), cache), None
+        return x + total(project("down_proj", inner)), cache
 
     x = total(_embed(weights["embed"], rows["tokens"], axis))
-    indices = jnp.arange(cache["k"].shape[0], dtype=jnp.int32)
-    (x, cache), _ = lax.scan(layer, (x, cache), (weights["layers"], indices))
+    if isinstance(weights["layers"], list):
+        apart: list[Tree] = []
+        for number, own in enumerate(weights["layers"]):
+            held = {name: cache[name][number][None] for name in ("k", "v")}
+            x, held = layer(x, held, own, 0, number)
+            apart.append(held)
+        cache = {name: [held[name][0] for held in apart] for name in ("k", "v")}
+    else:
+
+        def scanned(carry: Any, inputs: Any) -> tuple[Any, None]:
+            (x, cache), (own, index) = carry, inputs
+            return layer(x, cache, own, index, index), None
+
+        indices = jnp.arange(cache["k"].shape[0], dtype=jnp.int32)
+        (x, cache), _ = lax.scan(scanned, (x, cache), (weights["layers"], indices))
 
     wanted = sampling["rows"]
     picked = rms_norm(x[wanted], weights["norm"], shape.norm_eps)

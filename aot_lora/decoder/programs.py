@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from aot_lora.decoder.lora import LoraMaker, masked_lora
 from aot_lora.decoder.model import Tree, step
-from aot_lora.decoder.sharding import specs
-from aot_lora.decoder.weights import decoder_of, shapes
+from aot_lora.decoder.sharding import Specs, specs
+from aot_lora.decoder.weights import cache_shape, decoder_of, layers_apart, shapes
 from aot_lora.programs.mesh import AXIS
 from aot_lora.programs.spec import Context, Point, Program
 
@@ -64,30 +65,29 @@ def step_program(
     """
     plan = context.plan
     shape, _ = decoder_of(plan)
-    by = specs(plan, tp=context.target.devices)
-    axis = AXIS if context.mesh else None
+    by = _specs(context)
+    run = partial(
+        step,
+        shape,
+        decode_rows=decode_rows,
+        axis=AXIS if context.mesh else None,
+        # One at a time leaves a GPU idle; a TPU is busy with one, and its memory is smaller.
+        together=8 if context.target.platform == "cuda" else 1,
+    )
     used = point.tokens if prefill else decode_rows
 
     def base_step(weights: Tree, cache: Tree, rows: Tree, sampling: Tree) -> Any:
         rows = {name: array[:used] for name, array in rows.items()}
-        return step(shape, weights, cache, rows, sampling, decode_rows=decode_rows, axis=axis)
+        return run(weights, cache, rows, sampling)
 
     def lora_step(
         weights: Tree, cache: Tree, rows: Tree, sampling: Tree, banks: Any, batch: Tree
     ) -> Any:
         rows = {name: array[:used] for name, array in rows.items()}
         slots = batch["slots"][:used]
-        return step(
-            shape,
-            weights,
-            cache,
-            rows,
-            sampling,
-            decode_rows=decode_rows,
-            lora=lora(banks, batch, slots),
-            head_lora=lora(banks, batch, slots[sampling["rows"]]),
-            axis=axis,
-        )
+        added = lora(banks, batch, slots)
+        head = lora(banks, batch, slots[sampling["rows"]])
+        return run(weights, cache, rows, sampling, lora=added, head_lora=head)
 
     fn: Callable[..., Any] = lora_step if point.lanes else base_step
     if context.mesh:
@@ -98,19 +98,29 @@ def step_program(
     return Program(fn=fn, args=step_args(point, context), donate=(1,))
 
 
+def _specs(context: Context) -> Specs:
+    target = context.target
+    return specs(context.plan, tp=target.devices, apart=layers_apart(target.platform))
+
+
 def step_args(point: Point, context: Context) -> tuple[Any, ...]:
     """The abstract arguments of a step, in its order."""
     plan, array = context.plan, context.array
-    shape, cache = decoder_of(plan)
-    sequences, by = cache.sequences, specs(plan, tp=context.target.devices)
-    entries = {
-        name: array(plan.layers, sequences, cache.length, shape.kv_heads, shape.head_dim, spec=spec)
-        for name, spec in by.cache.items()
-    }
+    sequences, by = decoder_of(plan)[1].sequences, _specs(context)
+    sizes, one = shapes(plan), cache_shape(plan)
+    if layers_apart(context.target.platform):
+        own = {name: size[1:] for name, size in sizes["layers"].items()}
+        sizes |= {"layers": [own] * plan.layers}
+    else:
+        one = (plan.layers, *one)
+
+    def arrays(by: Any, sizes: Any) -> Any:
+        return jax.tree.map(lambda spec, size: array(*size, spec=spec), by, sizes)
+
     rows = {name: array(point.tokens, dtype="int32") for name in ("tokens", "positions")}
     args = (
-        jax.tree.map(lambda spec, sizes: array(*sizes, spec=spec), by.weights, shapes(plan)),
-        entries,
+        arrays(by.weights, sizes),
+        jax.tree.map(lambda spec: array(*one, spec=spec), by.cache),
         rows | {"sequences": array(point.tokens, dtype="int32")},
         {
             "rows": array(sequences, dtype="int32"),

@@ -11,7 +11,14 @@ import numpy as np
 
 from aot_lora.decoder.schedule import Request, Rows, next_rows
 from aot_lora.decoder.sharding import specs
-from aot_lora.decoder.weights import Weights, decoder_of, host_dtype
+from aot_lora.decoder.weights import (
+    Weights,
+    cache_shape,
+    decoder_of,
+    host_dtype,
+    layers_apart,
+    take_apart,
+)
 from aot_lora.errors import ConfigError, OutOfPlanError
 
 _NOBODY = -2  # owns padding blocks: no row has it as its slot
@@ -33,7 +40,7 @@ class Session:
     def __init__(self, runtime: Any, weights: Weights) -> None:
         self.runtime = runtime
         self._plan = runtime.plan
-        shape, cache = decoder_of(runtime.plan)
+        _, cache = decoder_of(runtime.plan)
         budget: int = runtime.plan.tokens.buckets[-1]
         if budget <= cache.sequences:
             raise ConfigError(
@@ -44,12 +51,18 @@ class Session:
                 next_step="raise tokens.budget and warm up",
             )
         self._cache_shape = cache
-        by = specs(runtime.plan, tp=runtime.plan.tp)
+        apart = layers_apart(runtime.target.platform)
+        by = specs(runtime.plan, tp=runtime.plan.tp, apart=apart)
+        weights = take_apart(weights) if apart else weights
+        size = (
+            cache_shape(runtime.plan)
+            if apart
+            else (runtime.plan.layers, *cache_shape(runtime.plan))
+        )
+        zeros = np.zeros(size, host_dtype(runtime.plan))
         at = runtime.places.at
         self._weights = jax.device_put(weights, jax.tree.map(at, by.weights))
-        entries = (runtime.plan.layers, cache.sequences, cache.length)
-        zeros = np.zeros((*entries, shape.kv_heads, shape.head_dim), host_dtype(runtime.plan))
-        self._cache = {name: jax.device_put(zeros, at(spec)) for name, spec in by.cache.items()}
+        self._cache = jax.tree.map(lambda spec: jax.device_put(zeros, at(spec)), by.cache)
 
     def generate(
         self,

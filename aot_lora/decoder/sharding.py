@@ -28,16 +28,17 @@ class Specs:
     """
 
     weights: dict[str, Any]
-    cache: dict[str, P]
+    cache: dict[str, Any]
     banks: dict[str, tuple[P, P]]
 
 
-def specs(plan: Plan, *, tp: int) -> Specs:
+def specs(plan: Plan, *, tp: int, apart: bool = False) -> Specs:
     """The split of a plan's decoder over `tp` chips.
 
     Args:
       plan: with a decoder and a cache.
       tp: chips of the mesh.
+      apart: whether each layer's arrays are by themselves.
 
     Raises:
       ProgramError: `tp` does not divide what it has to split, or the config splits a module
@@ -55,14 +56,15 @@ def specs(plan: Plan, *, tp: int) -> Specs:
             )
     column, row = P(None, None, AXIS), P(None, AXIS, None)
     layers = dict.fromkeys(COLUMN_MODULES, column) | dict.fromkeys(ROW_MODULES, row)
-    weights: dict[str, Any] = {
-        "embed": P(AXIS, None),
-        "norm": P(),
-        "layers": layers | {"input_norm": P(), "post_norm": P()},
-    }
+    layers |= {"input_norm": P(), "post_norm": P()}
+    weights: dict[str, Any] = {"embed": P(AXIS, None), "norm": P(), "layers": layers}
     if not shape.tied:
         weights[HEAD_MODULE] = P(None, AXIS)
-    heads = P(None, None, None, AXIS, None)
+    heads: Any = P(None, None, AXIS)
+    if apart:
+        one = {name: P(*spec[1:]) for name, spec in layers.items()}
+        weights["layers"] = [one] * plan.layers
+        heads = [P(*heads[1:])] * plan.layers
     divided = {module.name: mesh.specs(module.split) for module in plan.modules}
     return Specs(
         weights=weights,

@@ -30,8 +30,31 @@ def decoder_of(plan: Plan) -> tuple[DecoderShape, KvCache]:
     return plan.decoder, plan.cache
 
 
+def layers_apart(platform: str) -> bool:
+    """Whether a step for this platform takes each layer's arrays by themselves.
+
+    XLA for a GPU copies a layer out of a stack before it multiplies: a decode step of 8B took
+    three times as long. A TPU's reads in place, and compiles one layer instead of all.
+    """
+    return platform == "cuda"
+
+
+def take_apart(weights: Weights) -> Weights:
+    """Stacked weights with each layer's by themselves: ``layers`` is a list of trees then."""
+    stacked: dict[str, Any] = weights["layers"]
+    count = len(next(iter(stacked.values())))
+    apart = [{name: array[n] for name, array in stacked.items()} for n in range(count)]
+    return weights | {"layers": apart}
+
+
+def cache_shape(plan: Plan) -> tuple[int, ...]:
+    """Keys, or values, of one layer: [S, kv_heads, length, head_dim]."""
+    shape, cache = decoder_of(plan)
+    return cache.sequences, shape.kv_heads, cache.length, shape.head_dim
+
+
 def shapes(plan: Plan) -> Weights:
-    """The shape of each weight, in the tree that a step takes; all are of the plan's dtype.
+    """The shape of each weight, stacked over layers; all are of the plan's dtype.
 
     Returns:
       ``embed`` [V, hidden], ``norm`` [hidden], ``lm_head`` [hidden, V] unless tied, and ``layers``:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from aot_lora.adapters import Packed
+from aot_lora.adapters import Packed, PackedModule
 from aot_lora.errors import CapacityError, OutOfPlanError
 from aot_lora.plan import Module, Plan, Variant, round_up
 from aot_lora.programs.mesh import specs
@@ -101,17 +101,25 @@ class Banks:
                 found=f"rank {packed.rank}",
                 next_step="unload an adapter, or raise lora.resident_lanes and warm up",
             )
+        self.gate.check_may_write()  # before anything changes
+        # On the device before the first write: a step that reads a bank waits for its last write,
+        # and must not wait for the copy from the host behind it.
+        staged = jax.block_until_ready(
+            {name: self._staged(name, weights) for name, weights in packed.modules.items()}
+        )
         self.reset(slot)
         blocks = tuple(self._free.pop() for _ in range(needed // plan.quantum))
         indices = self._indices(blocks, packed.lanes)
-        for name, weights in packed.modules.items():
-            by = specs(self._modules[name].split)
-            arrays = jax.device_put(
-                (weights.a, weights.b, weights.scale),
-                (self._places.at(by.a), self._places.at(by.b), self._places.everywhere),
-            )
+        for name, arrays in staged.items():
             self._write("bank_write", name, packed.lanes, *arrays, indices)
         self.owned[slot] = blocks
+
+    def _staged(self, name: str, weights: PackedModule) -> tuple[jax.Array, ...]:
+        by, places = specs(self._modules[name].split), self._places
+        return jax.device_put(
+            (weights.a, weights.b, weights.scale),
+            (places.at(by.a), places.at(by.b), places.everywhere),
+        )
 
     def reset(self, slot: int) -> None:
         """Empties a slot: its lanes are zeroed and free again. An empty slot stays empty."""

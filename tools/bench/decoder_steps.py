@@ -76,8 +76,10 @@ def serve(*, model: str, platform: str, tokens: int, decode: bool, rounds: int) 
         compiled = programs[lanes]
         made = arguments(ranks, lanes)
         if cache is None:
-            shape = jax.tree.leaves(compiled.args_info[0][1])[0]
-            cache = {k: jax.device_put(np.zeros(shape.shape, shape.dtype)) for k in ("k", "v")}
+            cache = jax.tree.map(
+                lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype)),
+                compiled.args_info[0][1],
+            )
         extra = (banks, made.batch) if lanes else ()
         steps[label] = compiled, (made.rows, made.sampling, *extra)
         if lanes:

@@ -333,9 +333,11 @@ def _measure_serving(
     blocks += [(0, -2)] * (found.lanes // plan.quantum - len(blocks))
     block, owners = np.array(blocks, np.int32).T
     rows = np.arange(16, dtype=np.int32)
-    entries = (plan.layers, 16, plan.cache.length, plan.decoder.kv_heads, plan.decoder.head_dim)
-    zeros = np.zeros(entries, jax.numpy.dtype(plan.dtype))
-    state = {"cache": jax.device_put({"k": zeros, "v": zeros.copy()}, runtime.device)}
+    cache = jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), runtime.device),
+        found.executable.args_info[0][1],
+    )
+    state = {"cache": cache}
     rest = jax.device_put(
         (
             {"tokens": rows, "positions": np.full(16, 1024, np.int32), "sequences": rows},
