@@ -18,9 +18,10 @@ _PACKAGES = ("aot-lora", "jax", "jaxlib", "libtpu", "numpy")
 
 def child_environment(**more: str) -> dict[str, str]:
     """The environment of a timed process: this checkout, the CPU, bytecode cached as installed."""
-    dropped = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "AOT_LORA_CACHE", "JAX_PLATFORMS")
+    dropped = ("PYTHONDONTWRITEBYTECODE", "AOT_LORA_CACHE", "JAX_PLATFORMS")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
+    path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
+    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **more}
 
 
 def note(text: str) -> None:

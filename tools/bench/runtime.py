@@ -43,7 +43,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--switch-ms", type=float, help="serve: how long Python lets a thread run (5 ms by default)"
+    )
     options = parser.parse_args()
+    if options.switch_ms is not None:
+        sys.setswitchinterval(options.switch_ms / 1e3)
     if options.platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # before the first import of jax
     with tempfile.TemporaryDirectory(prefix="aot-lora-bench-") as name:
