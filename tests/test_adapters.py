@@ -29,8 +29,11 @@ from adapter_files import (
     random_weights,
     write_adapter,
 )
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 
 from aot_lora.adapters import match, pack, read_adapter
+from aot_lora.cli.adapters import command
 
 REAL_CONFIGS = sorted((Path(__file__).parent / "golden" / "adapter-configs").glob("*.json"))
 
@@ -52,6 +55,43 @@ def test_an_adapter_is_read_without_its_weights(tmp_path: Path) -> None:
         for half, array in zip((pair.a, pair.b), weights[pair.path], strict=True):
             found = np.frombuffer(raw, ml_dtypes.bfloat16, math.prod(half.shape), half.offset)
             assert (found.reshape(half.shape) == cast(array, "bfloat16")).all()
+
+
+def with_base_weight(folder: Path, path: str, shape: tuple[int, int]) -> Path:
+    """As PEFT saves an adapter of lm_head: the base's own weight beside it."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors[f"base_model.model.{path}.base_layer.weight"] = np.ones(shape, np.float32)
+    save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+def test_a_copy_of_the_base_weight_is_not_read(tmp_path: Path) -> None:
+    weights = {"lm_head": random_pair(RNG, rank=4, d=16, o=32)}
+    plain = write_adapter(tmp_path / "plain", weights)
+    folder = with_base_weight(write_adapter(tmp_path / "a", weights), "lm_head", (32, 16))
+    adapter = read_adapter(folder)
+    assert (adapter.copies, read_adapter(plain).copies) == (("lm_head",), ())
+    assert [(p.path, p.rank) for p in adapter.pairs] == [("lm_head", 4)]
+
+    done = CliRunner().invoke(command, ["inspect", str(folder)])
+    assert "beside them the base's own weight of lm_head: not read" in done.output
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("lm_head", (40, 16), "[32, 16], as lora_A and lora_B say"),  # a grown vocabulary
+        ("model.embed_tokens", (32, 16), "no such tensor"),
+    ],
+)
+def test_a_base_weight_that_is_no_copy_is_refused(
+    tmp_path: Path, path: str, shape: tuple[int, int], expected: str
+) -> None:
+    weights = {"lm_head": random_pair(RNG, rank=4, d=16, o=32)}
+    folder = with_base_weight(write_adapter(tmp_path / "a", weights), path, shape)
+    text = read_refusal(folder)
+    assert "base_layer.weight` is a weight of the base model" in text
+    assert f"expected: {expected}" in text
 
 
 def test_the_stamp_moves_with_each_file(tmp_path: Path) -> None:

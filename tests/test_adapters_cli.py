@@ -94,6 +94,7 @@ def test_json_is_one_object_on_one_line(
         "layers",
         "modules",
         "without_tensors",
+        "base_copies",
         "config",
     ]
     assert found["file_bytes"] == (adapter / WEIGHTS).stat().st_size

@@ -18,6 +18,7 @@ EXAMPLES = ROOT / "docs" / "examples"
     [
         ("cpu/quickstart", "serve_quickstart.py", "refused to compile"),
         (str(EXAMPLES / "two_layer_step.yaml"), "serve_two_layer_step.py", "bucket of 64"),
+        (str(EXAMPLES / "nnx_step.yaml"), "serve_nnx_step.py", "bucket of 64"),
     ],
 )
 def test_example(tmp_path: Path, config: str, script: str, says: str):

@@ -59,6 +59,15 @@ def is_lora(key: str) -> bool:
     return ".lora_" in key
 
 
+def wrapped_path(key: str) -> str | None:
+    """The module whose frozen weight a tensor is, or None where it is another tensor.
+
+    PEFT saves the base's own weight beside the adapter of an embedding or of lm_head.
+    """
+    path = key.removesuffix(".base_layer.weight")
+    return None if path == key else path.removeprefix(_PREFIX)
+
+
 def parse_key(key: str, *, where: str) -> Key:
     """Reads a key such as ``base_model.model.<path>.lora_A.default.weight``.
 

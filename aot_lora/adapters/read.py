@@ -8,7 +8,15 @@ from pathlib import Path
 from aot_lora.adapters.config import read_config
 from aot_lora.adapters.files import CONFIG, WEIGHTS, check_folder
 from aot_lora.adapters.header import read_header, tensor_of
-from aot_lora.adapters.naming import Place, is_lora, listed, parse_key, place_of, shown
+from aot_lora.adapters.naming import (
+    Place,
+    is_lora,
+    listed,
+    parse_key,
+    place_of,
+    shown,
+    wrapped_path,
+)
 from aot_lora.adapters.rules import Rules
 from aot_lora.adapters.values import Adapter, Pair, Tensor, scale_of
 from aot_lora.errors import AdapterError
@@ -40,11 +48,14 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
             found=listed(entries) or "no tensors at all",
             next_step="name the folder that PEFT's save_pretrained wrote",
         )
-    halves = _halves(tuple(entries), where)
+    copies = {key: path for key in entries if (path := wrapped_path(key)) is not None}
+    halves = _halves(tuple(key for key in entries if key not in copies), where)
     tensors = {
         key: tensor_of(key, entry, start=start, size=stamp[0], where=where)
         for key, entry in entries.items()
     }
+    for key, path in copies.items():
+        _check_copy(key, tensors, halves.get(path, {}), where)
     rules = Rules(config, where=str(folder / CONFIG))
     pairs = [
         _pair(
@@ -64,8 +75,24 @@ def read_adapter(folder: str | os.PathLike[str]) -> Adapter:
         base_model=config.base_model_name_or_path,
         pairs=tuple(sorted(pairs, key=_order)),
         idle=rules.idle(halves),
+        copies=tuple(copies.values()),
         stamp=(config_stamp, stamp),
     )
+
+
+def _check_copy(key: str, tensors: dict[str, Tensor], pair: dict[str, str], where: str) -> None:
+    """Refuses a base weight that is not just a copy: of no module here, or of another size."""
+    wanted = (tensors[pair["B"]].shape[0], tensors[pair["A"]].shape[1]) if pair else None
+    if tuple(tensors[key].shape) != wanted:
+        raise AdapterError(
+            f"`{shown(key)}` is a weight of the base model that is not the adapter's module",
+            where=where,
+            expected=f"{list(wanted)}, as its lora_A and lora_B say"
+            if wanted
+            else "no such tensor",
+            found=str(list(tensors[key].shape)),
+            next_step="save it with PEFT's save_embedding_layers=False",
+        )
 
 
 def _order(pair: Pair) -> tuple[bool, int, str]:

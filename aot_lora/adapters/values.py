@@ -71,6 +71,7 @@ class Adapter:
       base_model: what the config names as its base, if it does.
       pairs: at least one, ordered by layer and path.
       idle: what the config targets without any tensors in the file.
+      copies: modules whose base weight the file holds, too. Nobody reads it: it is the base's.
       stamp: (bytes, mtime in ns, inode) of the config and of the weights, for caches.
     """
 
@@ -79,6 +80,7 @@ class Adapter:
     base_model: str | None
     pairs: tuple[Pair, ...]
     idle: tuple[str, ...]
+    copies: tuple[str, ...]
     stamp: Stamp
 
     @property

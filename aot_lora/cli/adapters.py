@@ -78,6 +78,7 @@ def _facts(adapter: Adapter) -> dict[str, Any]:
             for name, pairs in _by_module(adapter).items()
         ],
         "without_tensors": list(adapter.idle),
+        "base_copies": list(adapter.copies),
     }
 
 
@@ -133,6 +134,8 @@ def _show(adapter: Adapter) -> None:
     table("modules", ("module", "rank", "scale", "layers", "D -> O", "bytes"), rows)
     if adapter.idle:
         print(f"targeted, but without tensors: {listed(adapter.idle)}; they keep the base")
+    if adapter.copies:
+        print(f"beside them the base's own weight of {listed(adapter.copies)}: not read")
 
 
 def _show_fit(adapter: Adapter, config: Config) -> None:

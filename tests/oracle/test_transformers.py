@@ -159,7 +159,7 @@ def make_adapter(model: Any, folder: Path, seed: int, options: dict[str, Any]) -
     adapted = get_peft_model(
         copy.deepcopy(model), LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **options)
     ).eval()
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(folder)
     return adapted
 
 
