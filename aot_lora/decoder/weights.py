@@ -34,7 +34,7 @@ def layers_apart(platform: str) -> bool:
     """Whether a step for this platform takes each layer's arrays by themselves.
 
     XLA for a GPU copies a layer out of a stack before it multiplies: a decode step of 8B took
-    2.8 times as long. A TPU's reads in place, and compiles one layer instead of all.
+    twice as long. A TPU's reads in place, and compiles one layer instead of all.
     """
     return platform == "cuda"
 
