@@ -287,6 +287,33 @@ def test_a_program_that_fails_takes_only_its_variant_with_it(
     assert counts(json.loads(again.stdout)) == (1, 0, 3, 1)
 
 
+@pytest.mark.parametrize(
+    ("args", "fn", "found"),
+    [
+        ("4", "lambda x: x + next(count)", "other code, or other constants"),
+        ("next(count)", "abs", "x: f32[1] -> f32[1], then x: f32[2] -> f32[2]"),
+    ],
+)
+def test_a_program_that_changes_between_two_calls_is_refused(
+    write_config: Callable[..., Path], tmp_path: Path, args: str, fn: str, found: str
+) -> None:
+    """What was compiled would be another program than what the next process asks for."""
+    (tmp_path / "engine_that_counts.py").write_text(
+        "import itertools\nfrom aot_lora import Program\ncount = itertools.count(1)\n"
+        f"def work(point, context):\n"
+        f"    return Program(fn={fn}, args=(context.array({args}, dtype='float32'),))\n"
+    )
+    config = write_config(programs='[lora, {entry: "engine_that_counts:work"}]')
+    done = cli("warmup", config, "--format", "json", "--jobs", 1)
+    report = json.loads(done.stdout)
+
+    assert done.returncode == 2
+    assert report["failed"] == 3
+    assert report["compiled"] == report["variants"] - 3
+    assert "the program changes from one call of its function to the next" in done.stderr
+    assert f"found: {found}" in done.stderr
+
+
 def test_variants_that_share_an_executable_agree_on_its_file(
     write_config: Callable[..., Path], tmp_path: Path
 ) -> None:

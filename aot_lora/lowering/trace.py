@@ -85,6 +85,27 @@ def trace(
     )
 
 
+def require_repeatable(first: Trace, second: Trace) -> None:
+    """Refuses a user's program that is another one when its function is called again.
+
+    Raises:
+      ProgramError: it is; says whether the arguments differ or the code.
+    """
+    if (first.fingerprint, first.signature) == (second.fingerprint, second.signature):
+        return
+    signatures = [str(one.signature) for one in (first, second)]
+    code = signatures[0] == signatures[1]
+    raise ProgramError(
+        "the program changes from one call of its function to the next",
+        where=first.variant.name,
+        expected="the same program for the same point: what is stored must be what is served",
+        found="other code, or other constants"
+        if code
+        else f"{signatures[0]}, then {signatures[1]}",
+        next_step="take time, randomness, counters and the order of sets out of it",
+    )
+
+
 def _check(program: Program, variant: Variant, devices: int) -> None:
     if program.names and len(program.names) != len(program.args):
         raise ProgramError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from aot_lora.config import Config
 from aot_lora.errors import ProgramError
-from aot_lora.plan import TargetSpec, Variant
+from aot_lora.plan import LORA_PROGRAMS, TargetSpec, Variant
 from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
 from aot_lora.store.keep import keep
@@ -94,18 +94,23 @@ def build(variant: Variant) -> Built:
     """
     from aot_lora import _jax_compat
     from aot_lora._jax_compat.placement import placement_of
-    from aot_lora.lowering.trace import trace
+    from aot_lora.lowering.trace import Trace, require_repeatable, trace
 
     worker = _worker()
     target = worker.job.target
     began = time.perf_counter()
-    found = trace(
-        variant,
-        worker.catalog.program(variant),
-        platform=target.platform,
-        devices=target.devices,
-        device=worker.devices[0] if target.platform == "tpu" and target.devices == 1 else None,
-    )
+    one = worker.devices[0] if target.platform == "tpu" and target.devices == 1 else None
+
+    def traced() -> Trace:
+        return trace(
+            variant,
+            worker.catalog.program(variant),
+            platform=target.platform,
+            devices=target.devices,
+            device=one,
+        )
+
+    found = traced()
     parts = {
         "fingerprint": found.fingerprint,
         "signature": f"{found.signature} kept {found.signature.kept}",
@@ -113,6 +118,8 @@ def build(variant: Variant) -> Built:
     }
 
     def compile_raw() -> tuple[bytes, Signature]:
+        if variant.program not in LORA_PROGRAMS:
+            require_repeatable(found, traced())
         compiled = _compile(variant, found.lowered)
         signature = found.signature
         if target.devices > 1:
