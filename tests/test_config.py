@@ -55,7 +55,7 @@ BAD = {
     # Keys of the design that this version refuses.
     "planned fit": tokens("budget: 64, buckets: {fit: traffic.csv, count: 10}"),
     "planned key": good(end="store: {verify_key: deploy.pub}\n"),
-    "planned fraction": good(end="limits: {hbm_fraction: 0.9}\n"),
+    "a fraction above one": good(end="limits: {hbm_fraction: 1.5}\n"),
     "mesh that divides no module": good(end="mesh: {tp: 3}\n"),
     "row-parallel module that is none": good(end="mesh: {tp: 2, row_parallel: [o]}\n"),
     "topology smaller than the mesh": good(

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from typing import Any
 
 import click
 
-from aot_lora.cli.options import common, emit, read_config, size, table
+from aot_lora.cli.memory import as_json, show
+from aot_lora.cli.options import common, emit, note, read_config, size, table
 from aot_lora.config import Config
 from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
+from aot_lora.warmup.memory import memory_report, refuse_what_does_not_fit
 
 
 @click.command()
 @common
 @click.option("--variants", "list_variants", is_flag=True, help="List every variant's name.")
-def command(config: str, store: str | None, form: str, debug: bool, list_variants: bool) -> None:
-    """What would be compiled for CONFIG: variants, waste, seconds, bytes. Compiles nothing."""
+@click.option("--memory", is_flag=True, help="Compile the largest steps for the memory they need.")
+def command(
+    config: str, store: str | None, form: str, debug: bool, list_variants: bool, memory: bool
+) -> None:
+    """What would be compiled for CONFIG: variants, waste, seconds, bytes. Stores nothing."""
     del debug
     loaded = read_config(config, store)
     plan = loaded.plan
@@ -27,24 +33,31 @@ def command(config: str, store: str | None, form: str, debug: bool, list_variant
     seconds = round(sum(cost.seconds for cost in costs), 1)
     store_bytes = sum(cost.store_bytes for cost in costs)
     waste = mean_waste(plan.tokens)
+    reports = [memory_report(loaded, target, say=note) for target in loaded.targets if memory]
     if form == "json":
-        emit(
-            {
-                "points": plan.points * len(costs),
-                "variants": len(plan.variants) * len(costs),
-                "seconds": seconds,
-                "bytes": store_bytes,
-                "waste": [{"bucket_tokens": b, "waste": round(w, 4)} for b, w in waste],
-            }
+        value: dict[str, Any] = {
+            "points": plan.points * len(costs),
+            "variants": len(plan.variants) * len(costs),
+            "seconds": seconds,
+            "bytes": store_bytes,
+            "waste": [{"bucket_tokens": b, "waste": round(w, 4)} for b, w in waste],
+        }
+        if memory:
+            value["memory"] = {str(report.target): as_json(report) for report in reports}
+        emit(value)
+    else:
+        _show(loaded, plan, waste)
+        print(
+            f"estimate of a cold warmup: {seconds:.0f} s on {max(c.cores for c in costs)} cores, "
+            f"{size(store_bytes)} in {loaded.store_root}"
         )
-        return
-    _show(loaded, plan, waste)
-    print(
-        f"estimate of a cold warmup: {seconds:.0f} s on {max(cost.cores for cost in costs)} cores, "
-        f"{size(store_bytes)} in {loaded.store_root}"
-    )
-    if list_variants:
-        sys.stdout.writelines(variant.name + "\n" for variant in plan.variants)
+        for report in reports:
+            show(loaded, report)
+        if list_variants:
+            sys.stdout.writelines(variant.name + "\n" for variant in plan.variants)
+    sys.stdout.flush()
+    for report in reports:
+        refuse_what_does_not_fit(loaded, report)
 
 
 def _show(config: Config, plan: Plan, waste: tuple[tuple[int, float], ...]) -> None:

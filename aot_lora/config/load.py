@@ -47,6 +47,7 @@ class Config:
       swap: whether adapters give way to others when the banks are full.
       host_cache_bytes: of prepared adapters in a server's memory.
       priming: whether a server runs each executable once before it serves.
+      hbm_fraction: the share of a device's memory that a plan may need, 0 to 1.
       warnings: findings that do not stop anything, each with its place.
     """
 
@@ -60,6 +61,7 @@ class Config:
     swap: bool
     host_cache_bytes: int
     priming: bool
+    hbm_fraction: float
     warnings: tuple[str, ...]
 
     @property
@@ -125,6 +127,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         swap=file.adapters.mode == "swap",
         host_cache_bytes=file.adapters.host_cache,
         priming=file.priming,
+        hbm_fraction=file.limits.hbm_fraction,
         warnings=tuple(warnings),
     )
 

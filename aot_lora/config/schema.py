@@ -19,7 +19,6 @@ PLANNED = {
     "fit": "buckets fitted to a trace are not supported yet; write the list out",
     "count": "buckets fitted to a trace are not supported yet; write the list out",
     "verify_key": "signed manifests are not supported yet",
-    "hbm_fraction": "device memory budgets are not supported yet",
 }
 
 
@@ -167,10 +166,11 @@ OnMiss = Literal["error", "pad_up", "background"]
 
 
 class LimitsSection(Strict):
-    """What a plan may cost."""
+    """What a plan may cost. `hbm_fraction`: of each device's memory; `plan --memory` holds it."""
 
     variants: PositiveInt = 2000
     store_bytes: Bytes = 8 * 2**30
+    hbm_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class AdaptersSection(Strict):

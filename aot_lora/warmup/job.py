@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aot_lora.config import Config
 from aot_lora.errors import ProgramError
@@ -16,6 +16,9 @@ from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
 from aot_lora.store.keep import keep
 from aot_lora.targets.environment import worker_environment
+
+if TYPE_CHECKING:
+    from aot_lora.lowering.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class Built:
     set_aside: str
 
 
-class _Worker:
+class Worker:
     """The state of a worker process: JAX is imported, the target is open."""
 
     def __init__(self, job: Job) -> None:
@@ -66,6 +69,24 @@ class _Worker:
             job.config.plan, job.target, config=job.config.path, devices=self.devices
         )
 
+    def trace(self, variant: Variant) -> Trace:
+        """Traces a variant for the target.
+
+        Raises:
+          ProgramError: it cannot be traced.
+        """
+        from aot_lora.lowering.trace import trace
+
+        target = self.job.target
+        one = target.platform == "tpu" and target.devices == 1
+        return trace(
+            variant,
+            self.catalog.program(variant),
+            platform=target.platform,
+            devices=target.devices,
+            device=self.devices[0] if one else None,
+        )
+
 
 _job: Job | None = None
 
@@ -79,10 +100,11 @@ def start(job: Job) -> None:
 
 
 @cache
-def _worker() -> _Worker:
+def this_worker() -> Worker:
+    """The worker that this process is, opened at its first variant."""
     # Not in `start`: an error there would break the pool instead of reaching the caller.
     assert _job is not None, "start() first"
-    return _Worker(_job)
+    return Worker(_job)
 
 
 def build(variant: Variant) -> Built:
@@ -94,23 +116,12 @@ def build(variant: Variant) -> Built:
     """
     from aot_lora import _jax_compat
     from aot_lora._jax_compat.placement import placement_of
-    from aot_lora.lowering.trace import Trace, require_repeatable, trace
+    from aot_lora.lowering.trace import require_repeatable
 
-    worker = _worker()
+    worker = this_worker()
     target = worker.job.target
     began = time.perf_counter()
-    one = worker.devices[0] if target.platform == "tpu" and target.devices == 1 else None
-
-    def traced() -> Trace:
-        return trace(
-            variant,
-            worker.catalog.program(variant),
-            platform=target.platform,
-            devices=target.devices,
-            device=one,
-        )
-
-    found = traced()
+    found = worker.trace(variant)
     parts = {
         "fingerprint": found.fingerprint,
         "signature": f"{found.signature} kept {found.signature.kept}",
@@ -119,8 +130,8 @@ def build(variant: Variant) -> Built:
 
     def compile_raw() -> tuple[bytes, Signature]:
         if variant.program not in LORA_PROGRAMS:
-            require_repeatable(found, traced())
-        compiled = _compile(variant, found.lowered)
+            require_repeatable(found, worker.trace(variant))
+        compiled = compile_lowered(variant, found.lowered)
         signature = found.signature
         if target.devices > 1:
             signature = replace(signature, placement=placement_of(compiled))
@@ -135,7 +146,12 @@ def build(variant: Variant) -> Built:
     )
 
 
-def _compile(variant: Variant, lowered: Any) -> Any:
+def compile_lowered(variant: Variant, lowered: Any) -> Any:
+    """Compiles a traced variant, past JAX's persistent cache.
+
+    Raises:
+      ProgramError: the compiler refuses it.
+    """
     from aot_lora import _jax_compat
 
     try:

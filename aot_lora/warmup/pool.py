@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import as_completed
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pebble import ProcessExpired, ProcessPool
 
 from aot_lora.errors import AotLoraError, ProgramError
 from aot_lora.plan import Variant
-from aot_lora.warmup.job import Built, Job, build, start
+from aot_lora.warmup.job import Job, start
+
+Result = TypeVar("Result")
 
 # A worker is replaced after this many variants, so that compilers that keep memory give it back.
 _VARIANTS_PER_WORKER = 400
 
 
-def build_all(job: Job, variants: list[Variant], workers: int) -> Iterator[Built | AotLoraError]:
-    """Builds variants in worker processes, in the order in which they are done.
+def run_all(
+    job: Job, work: Callable[[Variant], Result], variants: list[Variant], workers: int
+) -> Iterator[Result | AotLoraError]:
+    """Works on variants in worker processes; results come in the order in which they are done.
+
+    Args:
+      job: what the workers are for.
+      work: a function of a module, such as `job.build`.
+      variants: what to call it with.
+      workers: how many processes.
 
     Raises:
       AotLoraError: whatever concerns more than one variant, such as a full disk.
@@ -35,7 +45,7 @@ def build_all(job: Job, variants: list[Variant], workers: int) -> Iterator[Built
     ) as pool:
         try:
             with _interrupts_held_back():
-                futures: dict[Any, Variant] = {pool.schedule(build, args=(v,)): v for v in variants}
+                futures: dict[Any, Variant] = {pool.schedule(work, args=(v,)): v for v in variants}
             for future in as_completed(futures):
                 try:
                     yield future.result()
@@ -79,5 +89,5 @@ def _died(variant: Variant, error: ProcessExpired) -> AotLoraError:
         "the compiler ended its process",
         where=variant.name,
         found=f"exit code {error.exitcode}",
-        next_step="the other variants are built; run warmup again to retry this one alone",
+        next_step="the other variants are done; run the command again to retry this one alone",
     )

@@ -13,8 +13,8 @@ from aot_lora.store import Entry, LocalStore, Manifest
 from aot_lora.store.manifest import FORMAT
 from aot_lora.store.misses import widened
 from aot_lora.store.warm import WarmIdentity
-from aot_lora.warmup.job import Built, Job
-from aot_lora.warmup.pool import build_all
+from aot_lora.warmup.job import Built, Job, build
+from aot_lora.warmup.pool import run_all
 
 
 class Progress:
@@ -111,7 +111,7 @@ def _warm_target(
         if missing:
             job = Job(config=config, target=target, parts=warm.target_parts)
             workers = min(jobs or _default_jobs(target), len(missing))
-            for outcome in build_all(job, missing, workers):
+            for outcome in run_all(job, build, missing, workers):
                 if isinstance(outcome, AotLoraError):
                     failed.append(outcome)
                     progress.failed(outcome)

@@ -1,0 +1,80 @@
+"""Device memory with the real TPU compiler, on a host that has no TPU."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from decoding import DECODER
+from serving import cli
+
+from aot_lora import errors
+from aot_lora.plan import TargetSpec
+from aot_lora.targets.environment import worker_environment
+from aot_lora.targets.hbm import TPU_HBM_GIB
+
+pytest.importorskip("libtpu")
+pytestmark = pytest.mark.tpu_compile
+
+GIB = 2**30
+OVERFLOW = """
+import sys
+import jax
+from jax.sharding import SingleDeviceSharding
+from aot_lora.plan import TargetSpec
+from aot_lora.targets.devices import compile_devices
+
+device = compile_devices(TargetSpec("tpu", sys.argv[1]))[0]
+large = jax.ShapeDtypeStruct((300, 2**28), "float32", sharding=SingleDeviceSharding(device))
+jax.jit(lambda x: x + 1, donate_argnums=0).lower(large).compile()
+"""
+
+
+@pytest.mark.parametrize("topology", ["v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1"])
+def test_the_table_has_what_the_compiler_says(topology: str) -> None:
+    import os
+
+    environ = os.environ | worker_environment(TargetSpec("tpu", topology))
+    done = subprocess.run(
+        [sys.executable, "-c", OVERFLOW, topology], env=environ, capture_output=True, text=True
+    )
+    found = re.search(r"exceeds available HBM \(([\d.]+)G\)", done.stderr)
+    assert found, done.stderr
+    assert 0 <= float(found[1]) - TPU_HBM_GIB[topology.partition(":")[0]] < 0.02
+
+
+def tiny(folder: Path, *, length: int, more: str = "") -> Path:
+    """The tiny decoder for one v6e chip, with a cache of 2 KiB a token."""
+    path = folder / "decoder.yaml"
+    text = DECODER.replace("{platform: cpu}", '{platform: tpu, topology: "v6e:1x1"}')
+    text = text.replace("  - lora\n", "").replace(
+        '  - {entry: "aot_lora.decoder:decode_step"}\n', ""
+    )
+    path.write_text(text.replace("length: 48", f"length: {length}") + more)
+    return path
+
+
+def test_the_longest_cache_compiles(tmp_path: Path) -> None:
+    done = cli("plan", tiny(tmp_path, length=4096), "--memory", "--format", "json")
+    assert done.returncode == errors.EXIT_OK, done.stderr
+    found = json.loads(done.stdout)["memory"]["tpu v6e:1x1"]
+
+    assert found["fits"]
+    assert found["device"] == int(TPU_HBM_GIB["v6e"] * GIB)
+    assert found["code"] > 0
+    length = found["largest_kv_length"]
+    assert length % 128 == 0
+    assert length > 4096
+    assert found["total_at_largest"] <= found["device"]
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(tmp_path: Path) -> None:
+    done = cli("plan", tiny(tmp_path, length=2**25), "--memory")
+    assert done.returncode == errors.EXIT_USAGE, done.stderr
+    assert "largest kv_cache.length that fits" in done.stdout
+    assert "the plan needs more memory than a device may give it" in done.stderr
+    length = re.search(r"next: kv_cache.length (\d+) fits", done.stderr)
+    assert length, done.stderr
+    assert int(length[1]) % 128 == 0
