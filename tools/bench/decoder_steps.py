@@ -232,15 +232,3 @@ def _drawn(tree: Any) -> Any:
         return normal(jax.random.key(zlib.crc32(name.encode())), leaf.shape, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(made, tree)
-
-
-if __name__ == "__main__":
-    import sys
-
-    serve(
-        model=sys.argv[1],
-        platform=sys.argv[2],
-        tokens=int(sys.argv[3]),
-        decode=sys.argv[4] == "decode",
-        rounds=int(sys.argv[5]),
-    )

@@ -2,10 +2,14 @@
 
     python tools/bench/step.py compile
     python tools/bench/step.py compile --case 8b-v6e-1x1
+    python tools/bench/step.py serve --platform cuda --model llama-3.1-8b --tokens 16 --decode
+    python tools/bench/step.py dispatch --devices 4
 
 `compile`: the wall clock of a cold `warmup` that holds nothing but steps, with the real TPU
 compiler and no TPU. Goals, on 2 cores: Llama-3.1-70B's shape on v6e:2x4 in under 2 minutes, 8B on
 v6e:1x1 in under 1.
+`serve`: a step with adapters of several mixes against the same step without.
+`dispatch`: calling a loaded step, on the host. Goal: at most 2 us above JAX's own `Compiled`.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from decoder_steps import serve
 from lines import child_environment, emit, note
+from step_dispatch import dispatch
 
 _CONFIG = """\
 model: {model}
@@ -61,6 +67,22 @@ def compile_(options: argparse.Namespace) -> None:
         )
 
 
+def serve_(options: argparse.Namespace) -> None:
+    """Whole steps with adapters."""
+    serve(
+        model=options.model,
+        platform=options.platform,
+        tokens=options.tokens,
+        decode=options.decode,
+        rounds=options.rounds,
+    )
+
+
+def dispatch_(options: argparse.Namespace) -> None:
+    """A call on the host."""
+    dispatch(devices=options.devices, rounds=options.rounds)
+
+
 def _warmup(config: Path, store: Path) -> tuple[float, dict[str, Any]]:
     verb = [sys.executable, "-m", "aot_lora", "warmup", str(config), "--store", str(store)]
     began = time.monotonic()
@@ -81,6 +103,17 @@ def main() -> None:
     part.add_argument("--case", action="append", choices=_CASES, help="both unless given")
     part.add_argument("--step", nargs="+", choices=_STEPS, default=_STEPS)
     part.set_defaults(run=compile_)
+    part = parts.add_parser("serve")
+    part.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+    part.add_argument("--model", default="tiny")
+    part.add_argument("--tokens", type=int, default=16)
+    part.add_argument("--decode", action="store_true", help="one token a sequence, else prompts")
+    part.add_argument("--rounds", type=int, default=5)
+    part.set_defaults(run=serve_)
+    part = parts.add_parser("dispatch")
+    part.add_argument("--devices", type=int, default=1)
+    part.add_argument("--rounds", type=int, default=21)
+    part.set_defaults(run=dispatch_)
     options = parser.parse_args()
     options.run(options)
 
