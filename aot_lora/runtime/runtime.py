@@ -310,6 +310,11 @@ class Runtime:
                 next_step="pad and cast in numpy; the device would compile for it",
             )
         if isinstance(rows, jax.Array):
+            if rows.is_deleted():
+                raise OutOfPlanError(
+                    f"`{name}` was given away: an earlier call took its buffer over",
+                    next_step="go on with that call's result, or give each call its own array",
+                )
             return rows
         padded = np.zeros((batch.tokens, width), dtype)
         padded[:count] = rows
