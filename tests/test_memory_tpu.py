@@ -1,6 +1,7 @@
 """Device memory with the real TPU compiler, on a host that has no TPU."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,8 +35,6 @@ jax.jit(lambda x: x + 1, donate_argnums=0).lower(large).compile()
 
 @pytest.mark.parametrize("topology", ["v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1"])
 def test_the_table_has_what_the_compiler_says(topology: str) -> None:
-    import os
-
     environ = os.environ | worker_environment(TargetSpec("tpu", topology))
     done = subprocess.run(
         [sys.executable, "-c", OVERFLOW, topology], env=environ, capture_output=True, text=True
@@ -45,19 +44,29 @@ def test_the_table_has_what_the_compiler_says(topology: str) -> None:
     assert 0 <= float(found[1]) - TPU_HBM_GIB[topology.partition(":")[0]] < 0.02
 
 
-def tiny(folder: Path, *, length: int, more: str = "") -> Path:
-    """The tiny decoder for one v6e chip, with a cache of 2 KiB a token."""
+def tiny(folder: Path, *, length: int) -> Path:
+    """A small decoder for one v6e chip, whose cache takes 2 MiB for each token of length."""
     path = folder / "decoder.yaml"
     text = DECODER.replace("{platform: cpu}", '{platform: tpu, topology: "v6e:1x1"}')
-    text = text.replace("  - lora\n", "").replace(
-        '  - {entry: "aot_lora.decoder:decode_step"}\n', ""
-    )
-    path.write_text(text.replace("length: 48", f"length: {length}") + more)
+    for written, wanted in {
+        "  - lora\n": "",
+        '  - {entry: "aot_lora.decoder:decode_step"}\n': "",
+        "float32": "bfloat16",
+        "[32, 32]": "[32, 1024]",
+        "[32, 16]": "[32, 1024]",
+        "o_proj: [32, 1024]": "o_proj: [1024, 32]",
+        "head_dim: 8": "head_dim: 128",
+        "heads: 4": "heads: 8",
+        "kv_heads: 2": "kv_heads: 8",
+        "{sequences: 4, length: 48}": f"{{sequences: 256, length: {length}}}",
+    }.items():
+        text = text.replace(written, wanted)
+    path.write_text(text)
     return path
 
 
 def test_the_longest_cache_compiles(tmp_path: Path) -> None:
-    done = cli("plan", tiny(tmp_path, length=4096), "--memory", "--format", "json")
+    done = cli("plan", tiny(tmp_path, length=1024), "--memory", "--format", "json")
     assert done.returncode == errors.EXIT_OK, done.stderr
     found = json.loads(done.stdout)["memory"]["tpu v6e:1x1"]
 
@@ -66,12 +75,12 @@ def test_the_longest_cache_compiles(tmp_path: Path) -> None:
     assert found["code"] > 0
     length = found["largest_kv_length"]
     assert length % 128 == 0
-    assert length > 4096
+    assert length > 8192
     assert found["total_at_largest"] <= found["device"]
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(tmp_path: Path) -> None:
-    done = cli("plan", tiny(tmp_path, length=2**25), "--memory")
+    done = cli("plan", tiny(tmp_path, length=2**15), "--memory")
     assert done.returncode == errors.EXIT_USAGE, done.stderr
     assert "largest kv_cache.length that fits" in done.stdout
     assert "the plan needs more memory than a device may give it" in done.stderr

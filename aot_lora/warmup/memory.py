@@ -121,11 +121,12 @@ def _with_length(
 
 
 def _guess(report: MemoryReport, memory: Memory, at: float, growth: int) -> int:
-    """The length in steps that would just fit if temporaries grew as the cache does."""
-    held = memory.total - memory.cache - memory.temporaries
-    if memory.refused:  # Its temporaries are unknown.
+    """The length in steps that would just fit if temporaries and padding grew as the cache does."""
+    grown = memory.temporaries + memory.others  # a device pads a cache of narrow heads
+    held = memory.total - memory.cache - grown
+    if memory.refused:  # Then both are unknown.
         return int((report.allowed - held) * 0.95 / growth)
-    return int((report.allowed - held) / (growth + memory.temporaries / at))
+    return int((report.allowed - held) / (growth + grown / at))
 
 
 def with_length(config: Config, length: int) -> Config:
