@@ -74,7 +74,9 @@ def step(
         )
         new = {"k": rotate(k, turn), "v": v}
         cache = {
-            name: cache[name].at[index, sequences, :, places].set(new[name], mode="drop")
+            name: cache[name]
+            .at[index, sequences[:, None], jnp.arange(k.shape[1]), places[:, None]]
+            .set(new[name], mode="drop")
             for name in cache
         }
         grouped = rotate(q, turn).reshape(x.shape[0], k.shape[1], -1, shape.head_dim)
