@@ -1,8 +1,8 @@
 """The only package that touches private JAX names. Works on jax 0.10.2 up to 0.12.
 
-Everything that a release of JAX may move stands here and in the files beside: `dispatch` (calls of
-`aot_lora.jit`), `placement` (shardings as text) and `trees` (pytrees as text). Tests run all of it
-on each supported release.
+Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
+function closes over), `dispatch` (calls of `aot_lora.jit`), `placement` (shardings as text) and
+`trees` (pytrees as text). Tests run all of it on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
@@ -147,7 +147,7 @@ def serialize(compiled: Any) -> bytes:
             next_step="remove jax.debug.print, pure_callback and the like from it",
         )
     if compiled._params.const_args or (unloaded.mut and unloaded.mut.in_mut):
-        raise ProgramError(
+        raise ProgramError(  # Constants are named before the compile, by `constants`.
             "the program closes over arrays",
             next_step="pass them as arguments",
         )

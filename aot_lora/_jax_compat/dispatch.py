@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from jax._src.interpreters import pxla
 from jax._src.lib import _jax
 
 from aot_lora._jax_compat import Argument, _argument
+from aot_lora._jax_compat.constants import refuse_held_arrays as refuse_held_arrays
 from aot_lora._jax_compat.placement import is_traced, sharding_of, sharding_text
 from aot_lora._jax_compat.trees import tree_text
-from aot_lora.errors import ProgramError
 from aot_lora.signature import Signature
 
 
@@ -135,38 +135,6 @@ def recorded_arguments(signature: Signature, shardings: Sequence[str]) -> tuple[
         _argument(spec, spec.name, sharding_of(sharding) if sharding else None)
         for spec, sharding in zip(signature.inputs, shardings, strict=True)
     )
-
-
-def refuse_held_arrays(traced: Any) -> Any:
-    """Refuses a traced function that holds arrays of JAX: their values would be compiled in.
-
-    Returns:
-      `traced`.
-
-    Raises:
-      ProgramError: it does; names the first.
-    """
-    pending = [traced.jaxpr]
-    while pending:
-        closed = pending.pop()
-        for held in getattr(closed, "consts", ()):
-            if isinstance(held, _jax.ArrayImpl):
-                raise ProgramError(
-                    "the function closes over arrays",
-                    found=f"{held.dtype}{list(held.shape)}",
-                    next_step="pass them as arguments: another process may hold other values",
-                )
-        jaxpr = getattr(closed, "jaxpr", closed)
-        for equation in jaxpr.eqns:
-            pending += _jaxprs(equation.params)
-    return traced
-
-
-def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                yield item
 
 
 def options_of(jitted: Any) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ def command(config: str, store: str | None, form: str, debug: bool, update: bool
     loaded = read_config(config, store)
     path = loaded.lock_path
     lock = None if update else read_lock(path)
-    traces, failures = trace_all(loaded)
+    traces, failures = trace_all(loaded, warn=lambda text: note(f"warning: {text}"))
     for failure in failures.values():
         note(str(failure))
     plan = loaded.plan.digest()

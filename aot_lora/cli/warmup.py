@@ -57,7 +57,8 @@ class _Bar(Progress):
         note(f"{target}: another warmup is writing to this store; waiting for it")
 
     def built(self, built: Built) -> None:
-        del built
+        if built.warning:
+            self._say(f"warning: {built.warning}")
         if self._task is not None:
             self.bar.advance(self._task)
 

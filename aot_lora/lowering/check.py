@@ -14,13 +14,17 @@ Lines = dict[str, dict[str, LockLine]]
 
 
 def trace_all(
-    config: Config, *, on_trace: Callable[[], None] = lambda: None
+    config: Config,
+    *,
+    on_trace: Callable[[], None] = lambda: None,
+    warn: Callable[[str], None] = lambda _: None,
 ) -> tuple[Lines, dict[str, ProgramError]]:
     """Traces the plan once per target of the config.
 
     Args:
       config: from `load_config`.
       on_trace: called after each variant.
+      warn: told of large constants.
 
     Returns:
       target -> variant -> line, and the errors of those that cannot be traced, by
@@ -43,6 +47,8 @@ def trace_all(
                 found[variant.name] = LockLine(
                     fingerprint=one.fingerprint, signature=str(one.signature)
                 )
+                if one.warning:
+                    warn(one.warning)
             except ProgramError as error:
                 errors[f"{target} {variant.name}"] = error
             on_trace()

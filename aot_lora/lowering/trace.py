@@ -10,21 +10,41 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from aot_lora import _jax_compat
+from aot_lora._jax_compat.constants import (
+    Constant,
+    constants_of,
+    listed,
+    refuse_constant_arguments,
+)
 from aot_lora.errors import AotLoraError, ProgramError
 from aot_lora.lowering.fingerprint import fingerprint
 from aot_lora.plan import Variant
 from aot_lora.programs.spec import Program
 from aot_lora.signature import Signature
 
+LARGE_CONSTANTS = 2**20
+"""Bytes of constants in one executable from which on they are worth a warning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A lowered variant. `lowered` is what JAX compiles."""
+    """A lowered variant. `lowered` is what JAX compiles; `constants` are in it."""
 
     variant: Variant
     fingerprint: str
     signature: Signature
     lowered: Any
+    constants: tuple[Constant, ...] = ()
+
+    @property
+    def warning(self) -> str:
+        """What to tell of constants of more than `LARGE_CONSTANTS` bytes; empty for fewer."""
+        if sum(one.bytes for one in self.constants) <= LARGE_CONSTANTS:
+            return ""
+        return (
+            f"{self.variant.name} holds constants: {listed(self.constants)}; "
+            "each executable and each load of it has them again: pass them as arguments"
+        )
 
 
 def prepare_tracing() -> None:
@@ -82,6 +102,7 @@ def trace(
         fingerprint=found.fingerprint,
         signature=_named(found.signature, program),
         lowered=found.lowered,
+        constants=found.constants,
     )
 
 
@@ -139,11 +160,12 @@ def _named(signature: Signature, program: Program) -> Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
-    """A traced and lowered call. `lowered` is what JAX compiles."""
+    """A traced and lowered call. `lowered` is what JAX compiles; `constants` are in it."""
 
     fingerprint: str
     signature: Signature
     lowered: Any
+    constants: tuple[Constant, ...] = ()
 
 
 def lower(
@@ -164,6 +186,8 @@ def lower(
         traced = trace()
         _jax_compat.refuse_callbacks(traced)
         lowered = traced.lower(lowering_platforms=(platform,))
+        constants = constants_of(traced)
+        refuse_constant_arguments(lowered, constants)
         signature = _jax_compat.signature_of(traced, lowered, own_nodes=own_nodes)
     except AotLoraError as error:
         error.where = error.where or where
@@ -178,4 +202,5 @@ def lower(
         fingerprint=fingerprint(lowered.as_text(), trees=(signature.in_tree, signature.out_tree)),
         signature=signature,
         lowered=lowered,
+        constants=constants,
     )

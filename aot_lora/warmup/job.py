@@ -45,12 +45,14 @@ class Built:
       compiled: whether it had to be.
       seconds: the worker's time for it.
       set_aside: where a damaged artifact of its key went, or empty.
+      warning: what to tell of it, or empty.
     """
 
     entry: Entry
     compiled: bool
     seconds: float
     set_aside: str
+    warning: str = ""
 
 
 class Worker:
@@ -143,6 +145,7 @@ def build(variant: Variant) -> Built:
         compiled=kept.compiled,
         seconds=time.perf_counter() - began,
         set_aside=str(kept.set_aside or ""),
+        warning=found.warning,
     )
 
 
