@@ -122,6 +122,10 @@ class OutOfPlanError(AotLoraError, LookupError):
     """A shape outside the plan; names the shape and the nearest bucket."""
 
 
+class DonatedError(AotLoraError, RuntimeError):
+    """An array was given that an earlier call took over, or that is taken over twice in one."""
+
+
 class CapacityError(OutOfPlanError):
     """It does not fit beside what is there now; it may later. Nothing has changed."""
 

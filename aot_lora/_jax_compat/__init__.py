@@ -1,8 +1,9 @@
 """The only package that touches private JAX names. Works on jax 0.10.2 up to 0.12.
 
 Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
-function closes over), `dispatch` (calls of `aot_lora.jit`), `placement` (shardings as text) and
-`trees` (pytrees as text). Tests run all of it on each supported release.
+function closes over), `dispatch` (calls of `aot_lora.jit`), `donation` (what a call takes over),
+`placement` (shardings as text) and `trees` (pytrees as text). Tests run all of it on each supported
+release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
@@ -25,6 +26,7 @@ from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax.sharding import SingleDeviceSharding
 
+from aot_lora._jax_compat.donation import CheckedCompiled
 from aot_lora._jax_compat.trees import tree_of, tree_text
 from aot_lora.errors import ProgramError
 from aot_lora.signature import ArraySpec, Signature
@@ -241,7 +243,10 @@ def load_placed(
         tree_of(signature.in_tree),
         [stages.ArgInfo(aval, i in signature.donated) for i, aval in enumerate(in_avals)],
     )
-    return stages.Compiled(loaded, [], args_info, tree_of(signature.out_tree))
+    out_tree = tree_of(signature.out_tree)
+    if len(devices) > 1 and signature.donated:
+        return CheckedCompiled(loaded, [], args_info, out_tree).check(signature)
+    return stages.Compiled(loaded, [], args_info, out_tree)
 
 
 @cache

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from aot_lora.config import Config, load_config
-from aot_lora.errors import OutOfPlanError, UnsupportedError
+from aot_lora.errors import DonatedError, OutOfPlanError, UnsupportedError
 from aot_lora.plan import Plan, TargetSpec, Variant
 from aot_lora.programs.mesh import specs
 from aot_lora.runtime import guard
@@ -256,6 +256,7 @@ class Runtime:
 
         Raises:
           OutOfPlanError: module, layer, shape or dtype outside the plan.
+          DonatedError: a device array was given away or deleted before.
         """
         shape = self._modules.get(module)
         if shape is None or not 0 <= layer < shape.layers:
@@ -311,9 +312,11 @@ class Runtime:
             )
         if isinstance(rows, jax.Array):
             if rows.is_deleted():
-                raise OutOfPlanError(
-                    f"`{name}` was given away: an earlier call took its buffer over",
-                    next_step="go on with that call's result, or give each call its own array",
+                raise DonatedError(
+                    f"`{name}` was given away or deleted",
+                    expected="an array that is still there: a call that takes over an argument "
+                    "leaves nothing of it",
+                    next_step="go on with the result of the call that took it, or put it anew",
                 )
             return rows
         padded = np.zeros((batch.tokens, width), dtype)

@@ -1,0 +1,53 @@
+"""Arrays that a call takes over, checked before it does."""
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import stages
+
+from aot_lora.errors import DonatedError
+from aot_lora.signature import Signature
+
+
+class CheckedCompiled(stages.Compiled):
+    """A `jax.stages.Compiled` over several devices that refuses arrays which are given away.
+
+    On one device XLA refuses them itself. Over several, the process ends on jax 0.10.2: one device
+    refuses while another already runs.
+    """
+
+    def check(self, signature: Signature) -> CheckedCompiled:
+        """Says what it takes over; returns itself."""
+        self._taken = [(i, signature.inputs[i].name) for i in signature.donated]
+        self._count = len(signature.inputs)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it.
+
+        Raises:
+          DonatedError: an argument that it takes over was taken over before, or comes twice.
+        """
+        leaves = jax.tree.leaves((args, kwargs))
+        if len(leaves) == self._count:  # Else JAX has more to say about it.
+            self._refuse(leaves)
+        return super().__call__(*args, **kwargs)
+
+    def _refuse(self, leaves: list[Any]) -> None:
+        for position, name in self._taken:
+            given = leaves[position]
+            if isinstance(given, jax.Array) and given.is_deleted():
+                raise DonatedError(
+                    f"`{name}` was given away or deleted",
+                    expected="an array that is still there",
+                    next_step="go on with the result of the call that took it over",
+                )
+            if sum(other is given for other in leaves) > 1:
+                raise DonatedError(
+                    f"`{name}` is taken over, and comes twice in one call",
+                    expected="an array that no other argument is",
+                    next_step="give a copy of it to the other argument",
+                )
