@@ -26,7 +26,7 @@ from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax.sharding import SingleDeviceSharding
 
-from aot_lora._jax_compat.donation import CheckedCompiled
+from aot_lora._jax_compat import donation
 from aot_lora._jax_compat.trees import tree_of, tree_text
 from aot_lora.errors import ProgramError
 from aot_lora.signature import ArraySpec, Signature
@@ -244,8 +244,8 @@ def load_placed(
         [stages.ArgInfo(aval, i in signature.donated) for i, aval in enumerate(in_avals)],
     )
     out_tree = tree_of(signature.out_tree)
-    if len(devices) > 1 and signature.donated:
-        return CheckedCompiled(loaded, [], args_info, out_tree).check(signature)
+    if donation.NEEDED and len(devices) > 1 and signature.donated:
+        return donation.CheckedCompiled(loaded, [], args_info, out_tree).check(signature)
     return stages.Compiled(loaded, [], args_info, out_tree)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ from jax import stages
 
 from aot_lora.errors import DonatedError
 from aot_lora.signature import Signature
+
+NEEDED = jax.__version_info__ < (0, 12)
+"""Whether this JAX needs the check; it costs a look at every argument."""
 
 
 class CheckedCompiled(stages.Compiled):
@@ -37,6 +41,7 @@ class CheckedCompiled(stages.Compiled):
         return super().__call__(*args, **kwargs)
 
     def _refuse(self, leaves: list[Any]) -> None:
+        counts = Counter(map(id, leaves))
         for position, name in self._taken:
             given = leaves[position]
             if isinstance(given, jax.Array) and given.is_deleted():
@@ -45,7 +50,7 @@ class CheckedCompiled(stages.Compiled):
                     expected="an array that is still there",
                     next_step="go on with the result of the call that took it over",
                 )
-            if sum(other is given for other in leaves) > 1:
+            if counts[id(given)] > 1:
                 raise DonatedError(
                     f"`{name}` is taken over, and comes twice in one call",
                     expected="an array that no other argument is",
