@@ -55,6 +55,7 @@ class Signature:
       in_tree: of ((arguments), {}), as JAX's protocol buffer in base64.
       out_tree: of the results, likewise.
       placement: of a recorded call, or on a mesh; None for a variant on one device.
+      layouts: of each kept input its layout as text, "" for JAX's default; empty where all are.
       call: of a recorded call, what else tells it from others, as JSON; empty otherwise.
     """
 
@@ -66,6 +67,7 @@ class Signature:
     in_tree: str
     out_tree: str
     placement: Placement | None = None
+    layouts: tuple[str, ...] = ()
     call: str = ""
 
     def __str__(self) -> str:

@@ -2,8 +2,8 @@
 
 Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
 function closes over), `dispatch` (calls of `aot_lora.jit`), `donation` (what a call takes over),
-`placement` (shardings as text) and `trees` (pytrees as text). Tests run all of it on each supported
-release.
+`layouts` and `placement` (layouts and shardings as text) and `trees` (pytrees as text). Tests run all
+of it on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
@@ -27,6 +27,7 @@ from jax._src.lib import xla_client
 from jax.sharding import SingleDeviceSharding
 
 from aot_lora._jax_compat import donation
+from aot_lora._jax_compat.layouts import layout_of
 from aot_lora._jax_compat.trees import tree_of, tree_text
 from aot_lora.errors import ProgramError
 from aot_lora.signature import ArraySpec, Signature
@@ -217,6 +218,7 @@ def load_placed(
     in_avals = [_aval(spec) for spec in signature.inputs]
     kept_avals = [in_avals[i] for i in signature.kept]
     out_avals = [_aval(spec) for spec in signature.outputs]
+    layouts = [layout_of(text) for text in signature.layouts] or [None] * len(kept_avals)
     loaded = pxla.UnloadedMeshExecutable(
         xla_executable=executable,
         device_list=device_list,
@@ -233,8 +235,8 @@ def load_placed(
         host_callbacks=[],
         kept_var_idx=set(signature.kept),
         mut=None,
-        xla_in_layouts=[None] * len(kept_avals),
-        dispatch_in_layouts=[None] * len(kept_avals),
+        xla_in_layouts=layouts,
+        dispatch_in_layouts=layouts,
         xla_out_layouts=[None] * len(out_avals),
         all_args_info=None,
         pgle_profiler=None,
@@ -244,7 +246,8 @@ def load_placed(
         [stages.ArgInfo(aval, i in signature.donated) for i, aval in enumerate(in_avals)],
     )
     out_tree = tree_of(signature.out_tree)
-    if donation.NEEDED and len(devices) > 1 and signature.donated:
+    on_mesh = donation.NEEDED and len(devices) > 1 and signature.donated
+    if on_mesh or signature.layouts:
         return donation.CheckedCompiled(loaded, [], args_info, out_tree).check(signature)
     return stages.Compiled(loaded, [], args_info, out_tree)
 

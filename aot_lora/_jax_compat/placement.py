@@ -21,15 +21,19 @@ from aot_lora.errors import ProgramError
 from aot_lora.signature import Placement, Signature
 
 
-def placement_of(compiled: Any) -> Placement:
+def placement_of(compiled: Any, *, own_layouts: bool = False) -> Placement:
     """Where a `jax.stages.Compiled` runs.
+
+    Args:
+      compiled: any.
+      own_layouts: whether its arguments may have layouts of their own, which others keep.
 
     Raises:
       ProgramError: a sharding or layout of it cannot be written down.
     """
     executable = compiled._executable
     layouts = [layout for layout in executable._dispatch_in_layouts if layout is not None]
-    if layouts:
+    if layouts and not own_layouts:
         raise ProgramError(
             "an argument has a layout of its own",
             expected="JAX's default layouts",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 from aot_lora import _jax_compat
@@ -84,7 +85,14 @@ def trace(
             ),
             args,
         )
-    out = {} if program.out_shardings is None else {"out_shardings": program.out_shardings}
+    out: dict[str, Any] = {}
+    if program.out_shardings is not None:
+        out["out_shardings"] = program.out_shardings
+    if program.auto_layouts:
+        out["in_shardings"] = tuple(
+            jax.tree.map(lambda _: Format(Layout.AUTO), arg) if i in program.auto_layouts else None
+            for i, arg in enumerate(args)
+        )
     static = program.static
 
     def traced() -> Any:

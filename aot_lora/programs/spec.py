@@ -26,6 +26,8 @@ class Program:
       names: what errors and the lock call the arguments; those of `fn` unless given.
       out_shardings: of the results, a pytree prefix of shardings; the compiler's choice unless
         given.
+      auto_layouts: positions of the arguments whose layout in memory is the compiler's choice, for
+        instance weights on a TPU. Put them as `executable.input_formats` says; others are refused.
     """
 
     fn: Callable[..., Any]
@@ -34,6 +36,7 @@ class Program:
     static: Mapping[str, Hashable] = field(default_factory=dict[str, Hashable])
     names: tuple[str, ...] = ()
     out_shardings: Any = None
+    auto_layouts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

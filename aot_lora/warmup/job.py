@@ -117,6 +117,7 @@ def build(variant: Variant) -> Built:
       StoreError: it cannot be written.
     """
     from aot_lora import _jax_compat
+    from aot_lora._jax_compat.layouts import layouts_of
     from aot_lora._jax_compat.placement import placement_of
     from aot_lora.lowering.trace import require_repeatable
 
@@ -134,9 +135,9 @@ def build(variant: Variant) -> Built:
         if variant.program not in LORA_PROGRAMS:
             require_repeatable(found, worker.trace(variant))
         compiled = compile_lowered(variant, found.lowered)
-        signature = found.signature
+        signature = replace(found.signature, layouts=layouts_of(compiled))
         if target.devices > 1:
-            signature = replace(signature, placement=placement_of(compiled))
+            signature = replace(signature, placement=placement_of(compiled, own_layouts=True))
         return _jax_compat.serialize(compiled), signature
 
     kept = keep(worker.store, variant.name, parts, compile_raw)
