@@ -2,8 +2,8 @@
 
 Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
 function closes over), `dispatch` (calls of `aot_lora.jit`), `donation` (what a call takes over),
-`layouts` and `placement` (layouts and shardings as text) and `trees` (pytrees as text). Tests run all
-of it on each supported release.
+`layouts` and `placement` (layouts and shardings as text) and `trees` (pytrees as text). Tests run
+all of it on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
