@@ -1,6 +1,7 @@
 """How a config comes by a decoder, what is refused, and what its plan's identity depends on."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,8 +186,10 @@ def test_the_decoders_sources_count_only_for_plans_that_use_it(
 
 
 def test_another_aot_lora_beside_the_config_is_not_taken_for_this_one(
-    decoder: Callable[..., Path], tmp_path: Path
+    decoder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A worker of a later test would take it: they get this process's path.
+    monkeypatch.setattr(sys, "path", sys.path[:])
     config = load_config(decoder())
     expected = sources.source_digests(config.plan, config=config.path, extra=())
     (tmp_path / "aot_lora").mkdir()
