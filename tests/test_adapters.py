@@ -80,7 +80,7 @@ def test_a_copy_of_the_base_weight_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "shape", "expected"),
     [
-        ("lm_head", (40, 16), "[32, 16], as lora_A and lora_B say"),  # a grown vocabulary
+        ("lm_head", (40, 16), "[32, 16], as its lora_A and lora_B say"),  # a grown vocabulary
         ("model.embed_tokens", (32, 16), "no such tensor"),
     ],
 )
