@@ -186,10 +186,8 @@ def test_the_decoders_sources_count_only_for_plans_that_use_it(
 
 
 def test_another_aot_lora_beside_the_config_is_not_taken_for_this_one(
-    decoder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    # A worker of a later test would take it: they get this process's path.
-    monkeypatch.setattr(sys, "path", sys.path[:])
     config = load_config(decoder())
     expected = sources.source_digests(config.plan, config=config.path, extra=())
     (tmp_path / "aot_lora").mkdir()
@@ -198,6 +196,7 @@ def test_another_aot_lora_beside_the_config_is_not_taken_for_this_one(
     assert sources.source_digests(config.plan, config=config.path, extra=()) == expected
     catalog = Catalog(config.plan, config.targets[0], config=config.path)
     assert catalog.program(Variant(program="decode_step", tokens=4)).donate == (1,)
+    assert str(tmp_path) not in sys.path  # worker processes inherit it
 
 
 def test_an_own_module_that_does_not_exist_is_named(decoder: Callable[..., Path]) -> None:

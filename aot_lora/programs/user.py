@@ -24,7 +24,9 @@ def load_entry(entry: UserEntry, *, config: Path) -> Callable[[Point, Context], 
     """
     module_name, _, function = entry.entry.partition(":")
     where = f"programs: {entry.entry}"
-    for folder in reversed(search_path(config)[:2]):
+    # Of aot-lora's own it is the running one: worker processes inherit the path, and would take
+    # another package of that name beside the config.
+    for folder in () if is_own(module_name) else reversed(search_path(config)[:2]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
     try:
