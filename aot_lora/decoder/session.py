@@ -20,8 +20,7 @@ from aot_lora.decoder.weights import (
     take_apart,
 )
 from aot_lora.errors import ConfigError, OutOfPlanError
-
-_NOBODY = -2  # owns padding blocks: no row has it as its slot
+from aot_lora.kernels.blocks import NOBODY
 
 
 class Session:
@@ -184,7 +183,7 @@ class Session:
                 put.append(
                     {
                         "blocks": _padded(block, count, 0),
-                        "owners": _padded(owner, count, _NOBODY),
+                        "owners": _padded(owner, count, NOBODY),
                         "slots": _padded(rows.slots, size, -1),
                     }
                 )

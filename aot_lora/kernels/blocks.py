@@ -8,6 +8,9 @@ from jax import lax
 
 Layer = jax.Array | int
 
+NOBODY = -2
+"""Who owns the blocks that pad a batch's: no row has it as its slot (-1 is a row without)."""
+
 
 def gather_lanes(bank: jax.Array, layer: Layer, blocks: jax.Array) -> jax.Array:
     """Lays the lanes of a layer's `blocks` side by side.

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from aot_lora.errors import OutOfPlanError
+from aot_lora.kernels.blocks import NOBODY
 from aot_lora.runtime.executables import Executables, Kernels
-
-_NOBODY = -2  # owns padding blocks: no row has it as its slot.
 
 Held = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -84,7 +83,7 @@ def make_batch(
         arrays = (
             padded,
             np.array(blocks + [0] * padding, np.int32),
-            np.array(owners + [_NOBODY] * padding, np.int32),
+            np.array(owners + [NOBODY] * padding, np.int32),
         )
         on_device = jax.device_put(arrays, device)
     return Batch(

@@ -142,6 +142,8 @@ class _Arguments:
         import jax
         import numpy as np
 
+        from aot_lora.kernels.blocks import NOBODY
+
         rows = np.arange(tokens, dtype=np.int32)
         if decode:
             owner, position = rows % sequences, np.full(tokens, 1024, np.int32)
@@ -169,7 +171,7 @@ class _Arguments:
         for slot, rank in enumerate(ranks):
             blocks += [(free + n, slot) for n in range(rank // plan.quantum)]
             free += rank // plan.quantum
-        blocks += [(0, -2)] * (lanes // plan.quantum - len(blocks))
+        blocks += [(0, NOBODY)] * (lanes // plan.quantum - len(blocks))
         slots = owner % len(ranks) if ranks else np.full(tokens, -1)
         self.batch = None
         if lanes:

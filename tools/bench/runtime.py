@@ -332,10 +332,12 @@ def _measure_serving(
     import jax
     import numpy as np
 
+    from aot_lora.kernels.blocks import NOBODY
+
     plan = runtime.plan
     found = runtime.lookup("decode_step", tokens=16, slots=8, rank=16)
     blocks = [(block, slot) for slot, own in runtime.banks.owned.items() for block in own]
-    blocks += [(0, -2)] * (found.lanes // plan.quantum - len(blocks))
+    blocks += [(0, NOBODY)] * (found.lanes // plan.quantum - len(blocks))
     block, owners = np.array(blocks, np.int32).T
     rows = np.arange(16, dtype=np.int32)
     cache = jax.tree.map(
