@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from aot_lora.plan import ROW_MODULES
+
 _MOST = 2**31 - 1  # sizes and positions are int32 on the device
 PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
@@ -54,7 +56,7 @@ class MeshSection(Strict):
     """
 
     tp: PositiveInt = 1
-    row_parallel: list[str] = ["o_proj", "down_proj"]
+    row_parallel: list[str] = list(ROW_MODULES)
 
 
 class LoraSection(Strict):

@@ -28,14 +28,20 @@ LARGE_CONSTANTS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """A lowered variant. `lowered` is what JAX compiles; `constants` are in it."""
+class Lowering:
+    """A traced and lowered call. `lowered` is what JAX compiles; `constants` are in it."""
 
-    variant: Variant
     fingerprint: str
     signature: Signature
     lowered: Any
     constants: tuple[Constant, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace(Lowering):
+    """A lowered variant."""
+
+    variant: Variant
 
     @property
     def warning(self) -> str:
@@ -164,16 +170,6 @@ def _named(signature: Signature, program: Program) -> Signature:
     names = (program.names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in leaves)
     inputs = zip(signature.inputs, names, strict=True)
     return replace(signature, inputs=tuple(replace(spec, name=name) for spec, name in inputs))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lowering:
-    """A traced and lowered call. `lowered` is what JAX compiles; `constants` are in it."""
-
-    fingerprint: str
-    signature: Signature
-    lowered: Any
-    constants: tuple[Constant, ...] = ()
 
 
 def lower(

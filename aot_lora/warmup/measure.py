@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aot_lora.errors import ProgramError
-from aot_lora.plan import DTYPE_BYTES, Plan, Variant
+from aot_lora.plan import Plan, Variant
 from aot_lora.plan.memory import Measured
 from aot_lora.warmup.job import compile_lowered, this_worker
 
@@ -70,11 +70,5 @@ def _by_kind(plan: Plan, args: Any, inputs: Any) -> tuple[int, int, int]:
         if kind in sizes:
             sharding = getattr(leaf, "sharding", None)
             shape = sharding.shard_shape(spec.shape) if sharding else spec.shape
-            sizes[kind] += math.prod(shape) * _itemsize(spec.dtype)
+            sizes[kind] += math.prod(shape) * jax.numpy.dtype(spec.dtype).itemsize
     return sizes["weights"], sizes["banks"], sizes["cache"]
-
-
-def _itemsize(dtype: str) -> int:
-    import jax
-
-    return DTYPE_BYTES.get(dtype) or jax.numpy.dtype(dtype).itemsize
