@@ -6,7 +6,7 @@ its steps in a config that has a `kv_cache`:
     programs:
       - lora
       - {entry: "aot_lora.decoder:mixed_step"}
-      - {entry: "aot_lora.decoder:decode_step"}
+      - {entry: "aot_lora.decoder:decode_step", max_tokens: 16}    # kv_cache.sequences
 
 Letters: T tokens (rows of a step), N layers, V vocabulary, and those of `aot_lora`.
 """
