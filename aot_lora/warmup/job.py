@@ -7,15 +7,16 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aot_lora.config import Config
-from aot_lora.errors import ProgramError
+from aot_lora.errors import ProgramError, UnsupportedError
 from aot_lora.plan import LORA_PROGRAMS, TargetSpec, Variant
 from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
 from aot_lora.store.keep import keep
-from aot_lora.targets.environment import worker_environment
+from aot_lora.targets.environment import recording_environment, worker_environment
 
 if TYPE_CHECKING:
     from aot_lora.lowering.trace import Trace
@@ -29,11 +30,13 @@ class Job:
       config: the config.
       target: what to compile for.
       parts: the target's identity by named part.
+      record: a folder for what the GPU's autotuner finds, a file of each process; or None.
     """
 
     config: Config
     target: TargetSpec
     parts: dict[str, str]
+    record: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +81,18 @@ class Worker:
           ProgramError: it cannot be traced.
         """
         from aot_lora.lowering.trace import trace
+        from aot_lora.targets.cuda import without_gpu
 
         target = self.job.target
-        one = target.platform == "tpu" and target.devices == 1
-        return trace(
-            variant,
-            self.catalog.program(variant),
-            platform=target.platform,
-            devices=target.devices,
-            device=self.devices[0] if one else None,
-        )
+        one = target.deviceless and target.devices == 1
+        with without_gpu(target):
+            return trace(
+                variant,
+                self.catalog.program(variant),
+                platform=target.platform,
+                devices=target.devices,
+                device=self.devices[0] if one else None,
+            )
 
 
 _job: Job | None = None
@@ -97,7 +102,11 @@ def start(job: Job) -> None:
     """Readies this process for `build`: the environment stands before JAX is imported."""
     global _job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
-    os.environ.update(worker_environment(job.target))
+    os.environ.update(
+        recording_environment(job.target, job.record / f"{os.getpid()}.textproto")
+        if job.record
+        else worker_environment(job.target, autotune=job.config.autotune_path)
+    )
     _job = job
 
 
@@ -131,10 +140,16 @@ def build(variant: Variant) -> Built:
         **worker.job.parts,
     }
 
+    warnings = [found.warning] if found.warning else []
+
     def compile_raw() -> tuple[bytes, Signature]:
         if variant.program not in LORA_PROGRAMS:
             require_repeatable(found, worker.trace(variant))
-        compiled = compile_lowered(variant, found.lowered)
+        if target.autotune:
+            compiled, warning = compile_tuned(variant, found.lowered)
+            warnings.extend(warning)
+        else:
+            compiled = compile_lowered(variant, found.lowered)
         signature = replace(found.signature, layouts=layouts_of(compiled))
         if target.devices > 1:
             signature = replace(signature, placement=placement_of(compiled, own_layouts=True))
@@ -146,22 +161,58 @@ def build(variant: Variant) -> Built:
         compiled=kept.compiled,
         seconds=time.perf_counter() - began,
         set_aside=str(kept.set_aside or ""),
-        warning=found.warning,
+        warning="; ".join(warnings),
     )
 
 
-def compile_lowered(variant: Variant, lowered: Any) -> Any:
-    """Compiles a traced variant, past JAX's persistent cache.
+# XLA's words where it finds neither ptxas nor nvlink, and for a matmul that was never recorded.
+_NO_PTXAS = "No PTX compilation provider"
+_NOT_RECORDED = "No cached config found"
+
+
+def compile_tuned(variant: Variant, lowered: Any) -> tuple[Any, list[str]]:
+    """As `compile_lowered`, with recorded autotuning results; and a warning where some lack.
 
     Raises:
       ProgramError: the compiler refuses it.
+    """
+    try:
+        options = {"xla_gpu_require_complete_aot_autotune_results": True}
+        return compile_lowered(variant, lowered, options), []
+    except ProgramError as error:
+        if _NOT_RECORDED not in error.problem:
+            raise
+    warning = (
+        f"{variant.name} has matmuls without a recorded autotuning result, which take XLA's "
+        "default; `aot-lora autotune` on the GPU records them"
+    )
+    return compile_lowered(variant, lowered), [warning]
+
+
+def compile_lowered(variant: Variant, lowered: Any, options: dict[str, bool] | None = None) -> Any:
+    """Compiles a traced variant, past JAX's persistent cache.
+
+    Args:
+      variant: for names in errors.
+      lowered: of its trace.
+      options: of XLA, beside those of the environment.
+
+    Raises:
+      ProgramError: the compiler refuses it; UnsupportedError: a tool that it needs is missing.
     """
     from aot_lora import _jax_compat
 
     try:
         with _jax_compat.without_cache():
-            return lowered.compile()
+            return lowered.compile(compiler_options=options)
     except Exception as error:
+        if _NO_PTXAS in str(error):
+            raise UnsupportedError(
+                "compiling for a GPU needs ptxas and nvlink",
+                where=variant.name,
+                found="neither in the nvidia-cuda-nvcc package, a CUDA toolkit, or PATH",
+                next_step="pip install 'aot-lora[cuda-build]', or install the CUDA toolkit",
+            ) from None
         raise ProgramError(
             f"the compiler refused it: {type(error).__name__}: {str(error).strip()[:1000]}",
             where=variant.name,

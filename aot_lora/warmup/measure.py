@@ -50,7 +50,7 @@ def measure(variant: Variant) -> Measured:
 
 
 def _present(worker: Any) -> bool:
-    return worker.job.target.platform != "tpu"  # a topology's devices are not there
+    return not worker.job.target.deviceless  # a topology's devices are not there
 
 
 def _by_kind(plan: Plan, args: Any, inputs: Any) -> tuple[int, int, int]:
