@@ -18,7 +18,7 @@ from aot_lora.warmup.job import Job, compile_lowered, this_worker
 from aot_lora.warmup.pool import run_all
 
 # Of XLA's text: where each result begins, and what it is looked up by.
-_RESULT = re.compile(r"(?m)^(?=results \{)")
+_RESULT = re.compile(r"(?m)^(?=\w+ \{)")
 _KEY = re.compile(r'(?m)^  (?:device|hlo): "(?:[^"\\]|\\.)*"')
 
 
@@ -78,13 +78,13 @@ def autotune(config: Config, *, on_done: Callable[[], None] = lambda: None) -> A
 
 
 def merged(texts: Iterable[str]) -> tuple[str, int]:
-    """One text of the results of several, each matmul's once, and how many there are."""
-    head, results = "", dict[tuple[str, ...], str]()
+    """One text of the results of several processes, each matmul's once, and how many there are."""
+    head, results = "", dict[str, str]()
     for text in texts:
         first, *blocks = _RESULT.split(text)
         head = head or first
         for block in blocks:
-            results.setdefault(tuple(_KEY.findall(block)), block.rstrip() + "\n")
+            results.setdefault(" ".join(_KEY.findall(block)) or block, block.rstrip() + "\n")
     return head + "".join(results[key] for key in sorted(results)), len(results)
 
 

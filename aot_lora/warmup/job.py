@@ -177,7 +177,7 @@ def compile_tuned(variant: Variant, lowered: Any) -> tuple[Any, list[str]]:
       ProgramError: the compiler refuses it.
     """
     try:
-        options = {"xla_gpu_require_complete_aot_autotune_results": True}
+        options: dict[str, bool | str] = {"xla_gpu_require_complete_aot_autotune_results": True}
         return compile_lowered(variant, lowered, options), []
     except ProgramError as error:
         if _NOT_RECORDED not in error.problem:
@@ -189,7 +189,9 @@ def compile_tuned(variant: Variant, lowered: Any) -> tuple[Any, list[str]]:
     return compile_lowered(variant, lowered), [warning]
 
 
-def compile_lowered(variant: Variant, lowered: Any, options: dict[str, bool] | None = None) -> Any:
+def compile_lowered(
+    variant: Variant, lowered: Any, options: dict[str, bool | str] | None = None
+) -> Any:
     """Compiles a traced variant, past JAX's persistent cache.
 
     Args:
