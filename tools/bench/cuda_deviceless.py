@@ -103,7 +103,7 @@ def _compare(worker: Any, variant: Any, ours: Any, options: dict[str, str]) -> C
     arguments = jax.tree.map(make, program.args)
     results = []
     for executable in (ours, device):
-        put = jax.device_put(arguments)
+        put = _put(arguments, program.args)
         results.append([np.asarray(leaf) for leaf in jax.tree.leaves(executable(*put))])
     differs = []
     for number, (one, other) in enumerate(zip(*results, strict=True)):
@@ -120,9 +120,17 @@ def _compare(worker: Any, variant: Any, ours: Any, options: dict[str, str]) -> C
         )
     times: list[float | None] = [None, None]
     if not program.donate:
-        put = jax.device_put(arguments)
+        put = _put(arguments, program.args)
         times = [_time(executable, put) for executable in (ours, device)]
     return Compared(variant.name, tuple(differs), compile_s, *times)
+
+
+def _put(arrays: Any, abstract: Any) -> Any:
+    """On the device, or on a mesh as the program wants them."""
+    import jax
+
+    shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), abstract)
+    return jax.tree.map(jax.device_put, arrays, shardings, is_leaf=lambda leaf: leaf is None)
 
 
 def _time(executable: Any, put: Any) -> float:
