@@ -1,4 +1,4 @@
-"""A user's program with a Pallas kernel for GPUs, for h200-excerpt.yaml."""
+"""A user's program with a Pallas kernel for GPUs, for excerpt.yaml."""
 
 from __future__ import annotations
 
