@@ -9,7 +9,7 @@ from gpus import H200, needs_cuda_compiler, other, write_small
 from serving import cli, manifest_of, store_of, warm
 
 from aot_lora import load_config
-from aot_lora.errors import UnsupportedError
+from aot_lora.errors import EXIT_UNSUPPORTED, UnsupportedError
 from aot_lora.lowering.check import trace_all
 from aot_lora.runtime import load
 from aot_lora.targets import cuda
@@ -110,10 +110,22 @@ def test_results_that_lack_a_matmul_are_warned_of_and_move_the_identity(tmp_path
     done = cli("warmup", config, "--format", "json")
 
     assert done.returncode == 0
-    assert "matmuls without a recorded autotuning result" in done.stderr
+    (warning,) = (line for line in done.stderr.splitlines() if line.startswith("warning"))
+    assert "variants have matmuls without a recorded autotuning result" in warning
     assert json.loads(done.stdout)["compiled"] > 0
     assert before.parts["autotune results"] == ""
     assert len(manifest_of(config).parts["autotune results"]) == 64
+
+
+@pytest.mark.parametrize("text", ["garbage {", "version: 2\n"])
+def test_results_that_xla_cannot_read_are_refused(tmp_path: Path, text: str) -> None:
+    config = write_small(tmp_path)
+    (tmp_path / "small.autotune.textproto").write_text(text)
+
+    done = cli("warmup", config)
+
+    assert done.returncode == EXIT_UNSUPPORTED
+    assert "the recorded autotuning results cannot be read" in done.stderr
 
 
 def test_the_plans_memory_is_known_without_the_gpu(tmp_path: Path) -> None:

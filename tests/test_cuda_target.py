@@ -1,5 +1,6 @@
 """A GPU's target config: read, refused, compared with a GPU; what the tools of a build lack."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from gpus import H200, other, write_small
 
 from aot_lora import load_config
+from aot_lora.cli.main import run
 from aot_lora.config.gpus import Gpu, gpu_of, names
 from aot_lora.errors import ConfigError, ProgramError, UnsupportedError
 from aot_lora.plan import TargetSpec, Variant
@@ -15,7 +17,8 @@ from aot_lora.runtime import load
 from aot_lora.targets import cuda
 from aot_lora.targets.environment import recording_environment, worker_environment
 from aot_lora.warmup.autotune import autotune, merged
-from aot_lora.warmup.job import compile_lowered, compile_tuned
+from aot_lora.warmup.compile import compile_lowered, compile_tuned
+from aot_lora.warmup.job import Job
 from aot_lora.warmup.run import _default_jobs
 
 TARGET = TargetSpec("cuda", "h200", target_config=H200)
@@ -130,13 +133,18 @@ def test_without_ptxas_the_whole_warmup_stops_and_says_what_to_install() -> None
         compile_lowered(Variant("step"), Lowered("RESOURCE_EXHAUSTED"))
 
 
-def test_a_matmul_without_a_result_is_compiled_and_warned_of() -> None:
+def test_results_that_xla_cannot_read_stop_the_whole_warmup() -> None:
+    problem = "INVALID_ARGUMENT: Version mismatch in autotune results. Expected 3 but was 2"
+
+    with pytest.raises(UnsupportedError, match=r"cannot be read(.|\n)*Expected 3 but was 2"):
+        compile_tuned(Variant("step"), Lowered(strict=problem))
+
+
+def test_a_matmul_without_a_result_is_compiled_all_the_same() -> None:
     lacks = "NOT_FOUND: No cached config found for HLO instr: %gemm_fusion"
 
-    assert compile_tuned(Variant("step"), Lowered()) == ("with results", [])
-    compiled, (warning,) = compile_tuned(Variant("step", 8), Lowered(strict=lacks))
-    assert compiled == "without"
-    assert warning.startswith("step/t8-l0 has matmuls without a recorded autotuning result")
+    assert compile_tuned(Variant("step"), Lowered()) == ("with results", True)
+    assert compile_tuned(Variant("step"), Lowered(strict=lacks)) == ("without", False)
     with pytest.raises(ProgramError, match="INTERNAL"):
         compile_tuned(Variant("step"), Lowered(strict="INTERNAL"))
 
@@ -191,6 +199,38 @@ def test_recording_wants_a_topology_to_record_for(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"without its GPU(.|\n)*found: cuda\n"):
         autotune(config)
+
+
+def test_what_the_processes_wrote_lies_beside_the_config_and_is_all_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_small(tmp_path)
+    jobs = list[Job]()
+
+    def run_all(job: Job, _: Any, variants: list[Variant], workers: int) -> list[None]:
+        assert workers == 1
+        assert job.record is not None
+        jobs.append(job)
+        for name in ("1", "2"):  # a worker is replaced now and then
+            text = "version: 3\n" + ENTRY.format(hlo=name, nanos=1)
+            (job.record / f"{name}.textproto").write_text(text)
+        return [None] * len(variants)
+
+    monkeypatch.setattr("aot_lora.warmup.autotune.run_all", run_all)
+    before = load_config(path).targets[0]
+
+    assert run(["autotune", str(path), "--format", "json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    config = load_config(path)
+    assert list(found) == ["variants", "results", "seconds", "path"]
+    assert (found["variants"], found["results"]) == (len(config.plan.variants), 2)
+    assert Path(found["path"]) == config.autotune_path == tmp_path / "small.autotune.textproto"
+    assert config.autotune_path.read_text().count("results {") == 2
+    assert (before.autotune, len(config.targets[0].autotune)) == ("", 64)
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, config.autotune_path.name}
+    assert [str(job.target) for job in jobs] == ["cuda"]  # the GPU at hand is what is compiled for
+    assert not jobs[0].record.exists()
 
 
 def test_recording_without_a_gpu_writes_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from aot_lora.config import Config
 from aot_lora.errors import AotLoraError, ConfigError, StoreError, UnsupportedError
 from aot_lora.plan import TargetSpec, Variant
-from aot_lora.warmup.job import Job, compile_lowered, this_worker
+from aot_lora.warmup.compile import compile_lowered
+from aot_lora.warmup.job import Job, this_worker
 from aot_lora.warmup.pool import run_all
 
 # Of XLA's text: where each result begins, and what it is looked up by.

@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aot_lora.config import Config
-from aot_lora.errors import ProgramError, UnsupportedError
 from aot_lora.plan import LORA_PROGRAMS, TargetSpec, Variant
 from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
 from aot_lora.store.keep import keep
 from aot_lora.targets.environment import recording_environment, worker_environment
+from aot_lora.warmup.compile import compile_lowered, compile_tuned
 
 if TYPE_CHECKING:
     from aot_lora.lowering.trace import Trace
@@ -49,6 +49,7 @@ class Built:
       seconds: the worker's time for it.
       set_aside: where a damaged artifact of its key went, or empty.
       warning: what to tell of it, or empty.
+      unrecorded: whether it has matmuls that the recorded autotuning results lack.
     """
 
     entry: Entry
@@ -56,6 +57,7 @@ class Built:
     seconds: float
     set_aside: str
     warning: str = ""
+    unrecorded: bool = False
 
 
 class Worker:
@@ -140,14 +142,14 @@ def build(variant: Variant) -> Built:
         **worker.job.parts,
     }
 
-    warnings = [found.warning] if found.warning else []
+    recorded = True
 
     def compile_raw() -> tuple[bytes, Signature]:
         if variant.program not in LORA_PROGRAMS:
             require_repeatable(found, worker.trace(variant))
+        nonlocal recorded
         if target.autotune:
-            compiled, warning = compile_tuned(variant, found.lowered)
-            warnings.extend(warning)
+            compiled, recorded = compile_tuned(variant, found.lowered)
         else:
             compiled = compile_lowered(variant, found.lowered)
         signature = replace(found.signature, layouts=layouts_of(compiled))
@@ -161,62 +163,6 @@ def build(variant: Variant) -> Built:
         compiled=kept.compiled,
         seconds=time.perf_counter() - began,
         set_aside=str(kept.set_aside or ""),
-        warning="; ".join(warnings),
+        warning=found.warning,
+        unrecorded=not recorded,
     )
-
-
-# XLA's words where it finds neither ptxas nor nvlink, and for a matmul that was never recorded.
-_NO_PTXAS = "No PTX compilation provider"
-_NOT_RECORDED = "No cached config found"
-
-
-def compile_tuned(variant: Variant, lowered: Any) -> tuple[Any, list[str]]:
-    """As `compile_lowered`, with recorded autotuning results; and a warning where some lack.
-
-    Raises:
-      ProgramError: the compiler refuses it.
-    """
-    try:
-        options: dict[str, bool | str] = {"xla_gpu_require_complete_aot_autotune_results": True}
-        return compile_lowered(variant, lowered, options), []
-    except ProgramError as error:
-        if _NOT_RECORDED not in error.problem:
-            raise
-    warning = (
-        f"{variant.name} has matmuls without a recorded autotuning result, which take XLA's "
-        "default; `aot-lora autotune` on the GPU records them"
-    )
-    return compile_lowered(variant, lowered), [warning]
-
-
-def compile_lowered(
-    variant: Variant, lowered: Any, options: dict[str, bool | str] | None = None
-) -> Any:
-    """Compiles a traced variant, past JAX's persistent cache.
-
-    Args:
-      variant: for names in errors.
-      lowered: of its trace.
-      options: of XLA, beside those of the environment.
-
-    Raises:
-      ProgramError: the compiler refuses it; UnsupportedError: a tool that it needs is missing.
-    """
-    from aot_lora import _jax_compat
-
-    try:
-        with _jax_compat.without_cache():
-            return lowered.compile(compiler_options=options)
-    except Exception as error:
-        if _NO_PTXAS in str(error):
-            raise UnsupportedError(
-                "compiling for a GPU needs ptxas and nvlink",
-                where=variant.name,
-                found="neither in the nvidia-cuda-nvcc package, a CUDA toolkit, or PATH",
-                next_step="pip install 'aot-lora[cuda-build]', or install the CUDA toolkit",
-            ) from None
-        raise ProgramError(
-            f"the compiler refused it: {type(error).__name__}: {str(error).strip()[:1000]}",
-            where=variant.name,
-            next_step="make the point smaller (tokens, lanes), or mend the program",
-        ) from error

@@ -92,7 +92,7 @@ def _compare(worker: Any, variant: Any, ours: Any, options: dict[str, str]) -> C
     import jax
     import numpy as np
 
-    from aot_lora.warmup.job import compile_lowered
+    from aot_lora.warmup.compile import compile_lowered
 
     lowered = worker.trace(variant).lowered
     began = time.perf_counter()
