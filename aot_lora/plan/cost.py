@@ -13,8 +13,8 @@ from aot_lora.plan.variants import TargetSpec
 # Core-seconds to trace, lower, compile and write one LoRA variant, start of the workers included,
 # and stored bytes of it. cpu and tpu: cold warmups of cpu/quickstart and tpu-v6e/llama-3.1-8b on
 # 2 x86-64 cores, as `tools/bench/warmup.py second` prints them. cuda: gpu-h200/llama-3.1-8b on an
-# H200 with jax 0.11.2, one worker, most of it autotuning;
-# without a GPU the same preset on those 2 cores, nothing autotuned. An estimate, never a promise.
+# H200 with jax 0.11.2, one worker, most of it autotuning; without a GPU the same preset on those 2
+# cores, where nothing is autotuned. An estimate, never a promise.
 _PER_VARIANT = {
     "cpu": (0.08, 5_000),
     "tpu": (0.48, 64_000),
