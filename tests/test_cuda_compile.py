@@ -9,10 +9,11 @@ from gpus import H200, needs_cuda_compiler, other, write_small
 from serving import cli, manifest_of, store_of, warm
 
 from aot_lora import load_config
+from aot_lora.cli.main import run
 from aot_lora.errors import EXIT_UNSUPPORTED, UnsupportedError
 from aot_lora.lowering.check import trace_all
 from aot_lora.runtime import load
-from aot_lora.targets import cuda
+from aot_lora.targets import cuda, devices
 
 pytestmark = needs_cuda_compiler
 
@@ -79,6 +80,20 @@ def test_bytes_reach_xla_only_on_the_gpu_of_the_target_config(
     with pytest.raises(RuntimeError, match="XLA has it"):
         load.load_all(loaded, loaded.targets[0], [device])
     assert handed
+
+
+def test_verify_runnable_wants_the_gpu_of_the_target_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = str(write_small(tmp_path))
+    warm(Path(config))
+    assert run(["verify", config]) == 0  # the host of the build need not have it
+    assert run(["verify", config, "--runnable"]) == EXIT_UNSUPPORTED
+
+    monkeypatch.setattr(devices, "host_devices", lambda _: ["a GPU"])
+    for text, code in ((H200, 0), (other("_count: 132", "_count: 131"), EXIT_UNSUPPORTED)):
+        monkeypatch.setattr(cuda, "target_config_of", lambda _, text=text: text)
+        assert run(["verify", config, "--runnable"]) == code
 
 
 def test_a_pallas_kernel_is_traced_for_the_gpu_of_the_target_config(tmp_path: Path) -> None:
