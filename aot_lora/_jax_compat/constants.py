@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax._src.lib import _jax
 
 from aot_lora.errors import ProgramError
@@ -111,8 +112,8 @@ def _held(root: Any) -> Iterator[Any]:
 
 
 def _is_array(value: Any) -> bool:
-    scalar_of_numpy = not getattr(value, "shape", ())
-    return isinstance(value, _jax.ArrayImpl) or not scalar_of_numpy
+    """An array; not a scalar of numpy, nor a place that a Pallas kernel refers to."""
+    return isinstance(value, _jax.ArrayImpl) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -17,6 +17,7 @@ _VERBS = {
     "inspect": "Show what the store holds for a config, or one artifact.",
     "verify": "Check that the stored artifacts are whole and fit this host.",
     "autotune": "Record what a GPU chooses, for warming up without it.",
+    "bench": "Time every form of adapters at a plan's points, and tune its hardware's table.",
     "doctor": "Show what this host compiles for and runs, and its GPU's target config.",
     "adapters": "Show what an adapter holds, and what of it a config would serve.",
 }

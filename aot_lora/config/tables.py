@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +42,12 @@ class Table(BaseModel):
     hardware: str
     source: str
     rows: tuple[Row, ...]
+
+    def text(self) -> str:
+        """The file: a row a line, so that changes read well."""
+        rows = ",\n".join(f"  {row.model_dump_json()}" for row in self.rows)
+        head = f'"hardware": {json.dumps(self.hardware)},\n"source": {json.dumps(self.source)}'
+        return f'{{{head},\n"rows": [\n{rows}\n]}}\n'
 
 
 def table_path(target: TargetSpec) -> Path | None:

@@ -66,12 +66,15 @@ def chosen_lora(chooser: Chooser, *, most: int) -> LoraMaker:
                 quantum = banks[with_banks[site][0]][0].shape[2]
                 prepared[choice.form.name] = choice.form.prepare(batch, quantum=quantum, most=most)
 
+        # Traced and lowered once for all layers that are apart.
+        projects = {site: jax.jit(choice.project()) for site, choice in choices.items()}
+
         def project(site: Site, x: jax.Array, weights: Arrays, layer: Layer) -> Arrays:
             if site not in choices:
                 return no_lora(site, x, weights, layer)
             own, choice = with_banks[site], choices[site]
             by = dict(zip(site, weights, strict=True))
-            outputs = choice.project()(
+            outputs = projects[site](
                 x,
                 tuple(by[name] for name in own),
                 tuple(banks[name] for name in own),

@@ -47,7 +47,12 @@ FORMS: dict[str, Form] = {
     for form in (
         Form(name="laned", prepare=xla.prepare, project=xla.laned),
         Form(name="one_hot", prepare=baselines.prepare_rows, project=baselines.one_hot),
-        Form(name="gather", prepare=baselines.prepare_rows, project=baselines.gather),
+        Form(
+            name="gather",
+            prepare=baselines.prepare_rows,
+            project=baselines.gather,
+            supports=baselines.gather_supports,
+        ),
         Form(name="ragged", prepare=baselines.prepare_sorted, project=baselines.ragged),
         Form(
             name="split_k",

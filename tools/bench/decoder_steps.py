@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ MIXES: dict[str, tuple[int, ...]] = {
 }
 _CONFIG = """\
 model: {model}
-target: {{platform: {platform}}}
-lora: {{ranks: [8, 16, 64, 128], slots: [0, 1, 8], max_adapters: 8, dtype: {dtype}}}
+target: {{platform: {platform}{topology}}}
+lora: {{ranks: [8, 16, 64, 128], slots: [0, 1, 8], max_adapters: 8, quantum: 16, dtype: {dtype}}}
 tokens: {{budget: {tokens}, buckets: [{tokens}]}}
 kv_cache: {{sequences: {sequences}, length: {length}}}
 programs: [lora, {{entry: "aot_lora.decoder:mixed_step"}}]
@@ -36,8 +36,18 @@ store: {{root: store}}
 """
 
 
-def serve(*, model: str, platform: str, tokens: int, decode: bool, rounds: int) -> None:
+def serve(
+    *,
+    model: str,
+    platform: str,
+    tokens: int,
+    decode: bool,
+    rounds: int,
+    hardware: str,
+    mixes: Sequence[str] | None,
+) -> None:
     """Times the steps of one shape, with and without adapters, in turn."""
+    chosen = {label: MIXES[label] for label in mixes or MIXES}
     import jax
     import numpy as np
 
@@ -49,6 +59,7 @@ def serve(*, model: str, platform: str, tokens: int, decode: bool, rounds: int) 
             _CONFIG.format(
                 model=model,
                 platform=platform,
+                topology=f", topology: {hardware}" if hardware else "",
                 dtype=dtype,
                 tokens=tokens,
                 sequences=sequences,
@@ -67,8 +78,8 @@ def serve(*, model: str, platform: str, tokens: int, decode: bool, rounds: int) 
     cache = None
     programs: dict[int, Any] = {}
     steps: dict[str, tuple[Callable[..., Any], Any]] = {}
-    for label, ranks in {"no adapter": (), **MIXES}.items():
-        lanes = plan.lanes.bucket(sum(ranks)) if ranks else 0
+    for label, ranks in {"no adapter": (), **chosen}.items():
+        lanes = plan.lanes.bucket(sum(map(plan.adapter_lanes.bucket, ranks))) if ranks else 0
         began = time.perf_counter()
         if lanes not in programs:
             programs[lanes] = _compile(plan, config.targets[0], tokens, lanes, decode)
@@ -106,14 +117,14 @@ def serve(*, model: str, platform: str, tokens: int, decode: bool, rounds: int) 
         # Another program rounds otherwise, and random logits have near ties.
         if label.endswith("rows without") and same < 0.9:
             raise SystemExit(f"{case}, {label}: only {same:.0%} of the tokens are the base's")
-        if label in MIXES and same > 0.9:
+        if label in chosen and same > 0.9:
             raise SystemExit(f"{case}, {label}: the adapters change nothing")
-    seconds: dict[str, list[float]] = {label: [] for label in ("no adapter", *MIXES)}
+    seconds: dict[str, list[float]] = {label: [] for label in ("no adapter", *chosen)}
     for _ in range(rounds):
         for label, times in seconds.items():
             times.append(_timed(partial(run, label)))
     peer = statistics.median(seconds["no adapter"])
-    for label in MIXES:
+    for label in chosen:
         value = statistics.median(seconds[label])
         emit(
             case=case,
@@ -169,8 +180,9 @@ class _Arguments:
         blocks: list[tuple[int, int]] = []
         free = 1
         for slot, rank in enumerate(ranks):
-            blocks += [(free + n, slot) for n in range(rank // plan.quantum)]
-            free += rank // plan.quantum
+            count = plan.adapter_lanes.bucket(rank) // plan.quantum
+            blocks += [(free + n, slot) for n in range(count)]
+            free += count
         blocks += [(0, NOBODY)] * (lanes // plan.quantum - len(blocks))
         slots = owner % len(ranks) if ranks else np.full(tokens, -1)
         self.batch = None

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from decoder_steps import serve
+from decoder_steps import MIXES, serve
 from lines import child_environment, emit, note
 from step_dispatch import dispatch
 
@@ -79,6 +79,8 @@ def serve_(options: argparse.Namespace) -> None:
         tokens=options.tokens,
         decode=options.decode,
         rounds=options.rounds,
+        hardware=options.hardware,
+        mixes=options.mix,
     )
 
 
@@ -113,6 +115,8 @@ def main() -> None:
     part.add_argument("--tokens", type=int, default=16)
     part.add_argument("--decode", action="store_true", help="one token a sequence, else prompts")
     part.add_argument("--rounds", type=int, default=5)
+    part.add_argument("--hardware", default="", help="whose table chooses forms, such as h200")
+    part.add_argument("--mix", action="append", choices=MIXES, help="all unless given")
     part.set_defaults(run=serve_)
     part = parts.add_parser("dispatch")
     part.add_argument("--devices", type=int, default=1)

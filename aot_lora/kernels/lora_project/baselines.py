@@ -11,6 +11,7 @@ from jax import lax
 from aot_lora.kernels.batch import Batch, has_adapter, row_blocks
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.xla import Arrays, Banks, added
+from aot_lora.kernels.sizes import Sizes
 
 
 class Rows(NamedTuple):
@@ -53,6 +54,18 @@ def gather(x: jax.Array, weights: Arrays, banks: Banks, layer: Layer, batch: Row
         delta = jnp.einsum("tjq,tjqo->to", h.astype(x.dtype), b, preferred_element_type=jnp.float32)
         outputs.append(added(x @ weight, delta, batch.adapted))
     return tuple(outputs)
+
+
+_MOST_COPIED = 2**31
+"""Bytes of adapters that `gather` may lay out; in a large step it would be many times that."""
+
+
+def gather_supports(sizes: Sizes, platform: str) -> str:
+    """Why `gather` is out of the question; empty where it is not."""
+    del platform
+    lanes = sizes.most * sizes.quantum
+    copied = sizes.tokens * lanes * max(sizes.d, *sizes.o) * jnp.dtype(sizes.dtype).itemsize
+    return f"it would copy {copied / 2**30:.0f} GiB of adapters" if copied > _MOST_COPIED else ""
 
 
 class Sorted(NamedTuple):

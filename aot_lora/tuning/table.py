@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
+
+import jax
 
 from aot_lora.config.tables import Row, Table
 from aot_lora.decoder.lora import LAYER_SITES
@@ -14,7 +17,7 @@ from aot_lora.tuning.measure import Point, Timed, Tuned, measure
 Say = Callable[[str], None]
 
 
-def tune(
+def tune_plan(
     plan: Plan,
     *,
     hardware: str,
@@ -22,6 +25,7 @@ def tune(
     platform: str,
     tokens: tuple[int, ...] = (),
     lanes: tuple[int, ...] = (),
+    forms: tuple[str, ...] = (),
     say: Say,
 ) -> Table:
     """Measures every form and each of its tunings at points of a plan.
@@ -31,21 +35,35 @@ def tune(
       hardware, source: of the table.
       platform: of the device.
       tokens, lanes: buckets to measure at.
+      forms: to measure; all unless given.
       say: told of each point.
     """
     rows: list[Row] = []
+    wanted = candidates(forms or tuple(FORMS))
     for point in points(plan, tokens or plan.tokens.buckets, lanes or plan.lanes.buckets):
-        rows.append(row_of(point, timed := measure(point, candidates(), platform=platform)))
+        rows.append(row_of(point, timed := measure(point, wanted, platform=platform)))
         say(text_of(point, timed))
     return Table(hardware=hardware, source=source, rows=tuple(rows))
 
 
-def candidates() -> dict[str, Tuned]:
-    """Every form by name, and each of its further tunings by name and number."""
+def source_of(device: Any, config: str) -> str:
+    """Where figures come from, in words."""
+    return f"aot-lora bench {config} --tune, on {device.device_kind} with jax {jax.__version__}"
+
+
+def merged(old: Table | None, new: Table) -> Table:
+    """A table with what was measured again in place of what it had."""
+    rows = {(row.tokens, row.lanes, row.d, row.o): row for row in (old.rows if old else ())}
+    rows |= {(row.tokens, row.lanes, row.d, row.o): row for row in new.rows}
+    return new.model_copy(update={"rows": tuple(rows[key] for key in sorted(rows))})
+
+
+def candidates(names: Sequence[str]) -> dict[str, Tuned]:
+    """Forms by name, and each of their further tunings by name and number."""
     found: dict[str, Tuned] = {}
-    for name, form in FORMS.items():
-        for number, tuning in enumerate(form.tunings):
-            found[f"{name}#{number}" if number else name] = form, tuning
+    for name in names:
+        for number, tuning in enumerate(FORMS[name].tunings):
+            found[f"{name}#{number}" if number else name] = FORMS[name], tuning
     return found
 
 
@@ -102,6 +120,7 @@ def text_of(point: Point, timed: Timed) -> str:
     """What was found at a point, in a line."""
     base = timed.base - timed.link
     parts = [f"{name} {(us - timed.base) / base:+.1%}" for name, us in timed.forms.items()]
-    parts += [f"{name} refused: {why[:60]}" for name, why in timed.refused.items()]
+    refused = {name.partition("#")[0]: why for name, why in timed.refused.items()}
+    parts += [f"not {name}: {why[:80]}" for name, why in refused.items()]
     where = f"t{point.tokens} l{point.sizes.lanes} d{point.d} o{'+'.join(map(str, point.o))}"
     return f"{where}: base {base:.1f} us; {'; '.join(parts)}"

@@ -1,0 +1,85 @@
+"""`aot-lora bench`: every form of adapters at points of a plan, on this host's device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from aot_lora.cli.options import common, emit, note, read_config
+from aot_lora.config import presets
+from aot_lora.config.tables import read_table
+from aot_lora.errors import ConfigError, StoreError
+
+
+@click.command()
+@common
+@click.option("--tune", is_flag=True, help="Write the table that plans choose forms from.")
+@click.option("--tokens", type=int, multiple=True, help="A token bucket; all unless given.")
+@click.option("--lanes", type=int, multiple=True, help="A lane bucket; all unless given.")
+@click.option("--form", "forms", multiple=True, help="A form; all unless given.")
+@click.option("-o", "--output", metavar="FILE", help="The table; the hardware's own unless given.")
+def command(
+    config: str,
+    store: str | None,
+    form: str,
+    debug: bool,
+    tune: bool,
+    tokens: tuple[int, ...],
+    lanes: tuple[int, ...],
+    forms: tuple[str, ...],
+    output: str | None,
+) -> None:
+    """Time every form of adapters at points of CONFIG, checked before it is timed.
+
+    With --tune the table of the hardware takes them up; plans of that hardware choose from it.
+    """
+    del debug
+    if output and not tune:
+        raise click.UsageError("-o goes with --tune")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    loaded = read_config(config, store)
+    target = loaded.targets[0]
+    hardware = target.topology.partition(":")[0]
+    if tune and not hardware:
+        raise ConfigError(
+            "a table is of some hardware, and this target names none",
+            where=f"{loaded.path}: target",
+            expected="a topology, such as h200 or v6e:1x1",
+        )
+    path = Path(output or presets.presets_root() / "devices" / f"{hardware}.kernels.json")
+
+    from aot_lora.kernels.forms import FORMS
+    from aot_lora.targets.devices import host_devices
+    from aot_lora.tuning.table import merged, source_of, tune_plan
+
+    for name in forms:
+        if name not in FORMS:
+            raise click.UsageError(f"no form `{name}`; there are {', '.join(FORMS)}")
+    device = host_devices(target)[0]
+    table = tune_plan(
+        loaded.plan,
+        hardware=hardware,
+        source=source_of(device, config),
+        platform=target.platform,
+        tokens=tokens,
+        lanes=lanes,
+        forms=forms,
+        say=note,
+    )
+    if tune:
+        table = merged(read_table(path) if path.is_file() else None, table)
+        try:
+            path.write_text(table.text(), encoding="utf-8")
+        except OSError as error:
+            raise StoreError(
+                f"the table cannot be written: {error.strerror}", where=str(path)
+            ) from None
+        note(f"wrote {path}")
+    if form == "json":
+        emit({"rows": len(table.rows), "path": str(path) if tune else None})
+    elif not tune:
+        sys.stdout.write(table.text())
+    sys.stdout.flush()
