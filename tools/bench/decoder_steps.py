@@ -115,7 +115,7 @@ def serve(
     for label in steps:
         same = (run(label) == base).mean()
         # Another program rounds otherwise, and random logits have near ties.
-        if label.endswith("rows without") and same < 0.9:
+        if label.endswith("rows without") and same < min(0.9, 1 - 2 / len(base)):
             raise SystemExit(f"{case}, {label}: only {same:.0%} of the tokens are the base's")
         if label in chosen and same > 0.9:
             raise SystemExit(f"{case}, {label}: the adapters change nothing")
