@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 VMEM_BYTES = 100 << 20
 """What a kernel may use. v5e and v6e have 128 MiB, v5p 96 and tpu7x 64, v4 16 (jax's `TpuInfo`)."""
 
@@ -17,12 +19,28 @@ def divisor(size: int, most: int, multiple: int = 128) -> int:
     return size
 
 
+def lane_unit(quantum: int) -> int:
+    """Lanes that are whole bank blocks and whole registers."""
+    return math.lcm(128, quantum)
+
+
 def lanes_in_tile(lanes: int, quantum: int, most: int) -> int:
-    """Lanes of one tile: whole blocks and whole registers, or all lanes."""
-    multiple = 128
-    while multiple % quantum:
-        multiple += 128
-    return lanes if lanes <= most else divisor(lanes, most, multiple)
+    """Lanes of one tile."""
+    return lanes if lanes <= most else divisor(lanes, most, lane_unit(quantum))
+
+
+def refused(name: str, block: int, whole: int, unit: int) -> str:
+    """Why a block size does not fit; empty where it does."""
+    if whole % block == 0 and (block == whole or block % unit == 0):
+        return ""
+    return f"{name} is {block}, expected {whole} or a divisor of it that is a multiple of {unit}"
+
+
+def over_vmem(need_bytes: int) -> str:
+    """Why a kernel does not fit into VMEM; empty where it does."""
+    if need_bytes <= VMEM_BYTES:
+        return ""
+    return f"the blocks take {need_bytes >> 20} MiB of VMEM, expected at most {VMEM_BYTES >> 20}"
 
 
 def shrink_sizes(tokens: int, lanes: int, d: int, quantum: int, itemsize: int) -> dict[str, int]:
@@ -53,3 +71,37 @@ def matmul_vmem_bytes(rows: int, inner: int, columns: int, itemsize: int, *, add
     """
     blocks = rows * inner + inner * columns + rows * columns * (2 if added else 1)
     return 2 * itemsize * blocks + 8 * rows * columns + 2 * 4 * 128 * rows
+
+
+def segments_sizes(
+    tokens: int, lanes: int, d: int, o: int, quantum: int, itemsize: int
+) -> dict[str, int]:
+    """Defaults of `lora_segments`: block_t, block_l, block_o."""
+    block_l = lanes_in_tile(lanes, quantum, 256)
+    most = max(128, 2 * CHUNK_BYTES // (block_l * itemsize))
+    block_t = tokens if tokens <= 256 else divisor(tokens, 256, 16)
+    return {"block_t": block_t, "block_l": block_l, "block_o": divisor(o, min(2048, most))}
+
+
+def segments_vmem_bytes(size: dict[str, int], lanes: int, d: int, itemsize: int) -> int:
+    """VMEM of `lora_segments`: both tiles, h of all lanes and the float32 sum."""
+    rows, columns = size["block_t"], size["block_o"]
+    tiles = 2 * size["block_l"] * (d + columns)
+    blocks = 2 * rows * (d + 2 * columns) + rows * lanes
+    return itemsize * (tiles + blocks) + 8 * rows * (columns + size["block_l"] + 128)
+
+
+def project_sizes(
+    tokens: int, lanes: int, d: int, o: int, quantum: int, itemsize: int
+) -> dict[str, int]:
+    """Defaults of `lora_project`: block_t, block_d, block_o."""
+    block_t = tokens if tokens <= 512 else divisor(tokens, 512, 16)
+    most = 1024 if lanes <= 1024 else 512
+    return {"block_t": block_t, "block_d": divisor(d, 1024), "block_o": divisor(o, most)}
+
+
+def project_vmem_bytes(size: dict[str, int], lanes: int, itemsize: int) -> int:
+    """VMEM of `lora_project`: x, W and h twice, the lanes of B once, the float32 sum."""
+    rows, inner, columns = size["block_t"], size["block_d"], size["block_o"]
+    blocks = 2 * (rows * (inner + columns + lanes) + inner * columns) + lanes * columns
+    return itemsize * blocks + 12 * rows * columns + 8 * 128 * rows

@@ -26,15 +26,14 @@ UNROLLED = 16  # Copies started one by one in the code; more are started in a lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """Copies from a bank [layers, blocks, quantum, width] in HBM to a tile with two places.
+    """Copies from a bank [layers, blocks, quantum, width] in HBM to a tile that has a place or two.
 
     Args:
       bank: reference to the bank.
       layer: reference to the layer, [1] in SMEM.
       blocks: reference to block numbers, [any] in SMEM.
-      tile: reference to [2, lanes, columns] in VMEM.
+      tile: reference to [places, lanes, columns] in VMEM; columns divide the bank's width.
       semaphores: references, one for each place.
-      columns: width of the tile; a divisor of the bank's.
     """
 
     bank: Any
@@ -42,7 +41,6 @@ class Gather:
     blocks: Any
     tile: Any
     semaphores: Any
-    columns: int
 
     def start(self, first: Scalar, column: Scalar, place: Scalar) -> None:
         """Begins to copy blocks[first], blocks[first + 1], ... into a place of the tile.
@@ -50,11 +48,12 @@ class Gather:
         Args:
           first: where the tile's blocks begin in `blocks`.
           column: the number of the tile's columns among those of the bank.
-          place: 0 or 1.
+          place: the tile's first axis.
         """
         quantum = self.bank.shape[2]
         count = self.tile.shape[1] // quantum
-        columns = pl.ds(column * self.columns, self.columns)
+        width = self.tile.shape[2]
+        columns = pl.ds(column * width, width)
 
         def copy(index: Scalar) -> None:
             pltpu.make_async_copy(
@@ -115,9 +114,9 @@ def fresh(grid: tuple[int, int, int]) -> Any:
     return jnp.logical_or(grid[2] > 1, pl.program_id(1) == 0)
 
 
-def gather_scratch(lanes: int, columns: int, dtype: Any) -> list[Any]:
+def gather_scratch(lanes: int, columns: int, dtype: Any, *, places: int = 2) -> list[Any]:
     """Scratch for a `Gather`: its tile and its semaphores."""
-    return [pltpu.VMEM((2, lanes, columns), dtype), pltpu.SemaphoreType.DMA((2,))]
+    return [pltpu.VMEM((places, lanes, columns), dtype), pltpu.SemaphoreType.DMA((places,))]
 
 
 def scalar(layer: Layer) -> jax.Array:

@@ -12,7 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora.kernels.blocks import Layer
-from aot_lora.kernels.tpu_sizes import VMEM_BYTES, expand_sizes, matmul_vmem_bytes
+from aot_lora.kernels.tpu_sizes import (
+    expand_sizes,
+    lane_unit,
+    matmul_vmem_bytes,
+    over_vmem,
+    refused,
+)
 from aot_lora.kernels.tpu_stream import (
     Gather,
     column,
@@ -60,15 +66,11 @@ def lora_expand_single(
 def supports(tokens: int, lanes: int, o: int, quantum: int, itemsize: int, **sizes: int) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
     size = expand_sizes(tokens, lanes, o, quantum, itemsize) | sizes
-    block_l, block_o = size["block_l"], size["block_o"]
-    if o % block_o or (block_o % 128 and block_o != o):
-        return f"block_o {block_o} is no divisor of O {o} in whole 128s"
-    if lanes % block_l or block_l % quantum or (block_l % 128 and block_l != lanes):
-        return f"block_l {block_l} is no divisor of {lanes} lanes in whole 128s and blocks"
-    if tokens % size["block_t"] or (size["block_t"] % 8 and size["block_t"] != tokens):
-        return f"block_t {size['block_t']} is no divisor of {tokens} tokens in whole 8s"
-    need = _vmem(size, itemsize)
-    return f"{need >> 20} MiB of VMEM, {VMEM_BYTES >> 20} at most" if need > VMEM_BYTES else ""
+    rules = (("block_o", o, 128), ("block_t", tokens, 8), ("block_l", lanes, lane_unit(quantum)))
+    for name, whole, unit in rules:
+        if reason := refused(name, size[name], whole, unit):
+            return reason
+    return over_vmem(_vmem(size, itemsize))
 
 
 def _vmem(size: dict[str, int], itemsize: int) -> int:
@@ -125,14 +127,7 @@ def _kernel(
 ) -> None:
     slots = refs[0] if masked else None
     out, tile, semaphores, acc = refs[-4:]
-    gather = Gather(
-        bank=bank,
-        layer=layer,
-        blocks=blocks,
-        tile=tile,
-        semaphores=semaphores,
-        columns=tile.shape[2],
-    )
+    gather = Gather(bank=bank, layer=layer, blocks=blocks, tile=tile, semaphores=semaphores)
     count = tile.shape[1] // bank.shape[2]
     place = present(lambda i, k, place: gather.start(k * count, i, place), grid)
 

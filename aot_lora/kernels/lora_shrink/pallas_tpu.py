@@ -12,7 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora.kernels.blocks import Layer, lane_owners
-from aot_lora.kernels.tpu_sizes import VMEM_BYTES, matmul_vmem_bytes, shrink_sizes
+from aot_lora.kernels.tpu_sizes import (
+    lane_unit,
+    matmul_vmem_bytes,
+    over_vmem,
+    refused,
+    shrink_sizes,
+)
 from aot_lora.kernels.tpu_stream import (
     Gather,
     column,
@@ -55,15 +61,11 @@ def lora_shrink_single(
 def supports(tokens: int, lanes: int, d: int, quantum: int, itemsize: int, **sizes: int) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
     size = shrink_sizes(tokens, lanes, d, quantum, itemsize) | sizes
-    block_l, block_d = size["block_l"], size["block_d"]
-    if d % block_d or (block_d % 128 and block_d != d):
-        return f"block_d {block_d} is no divisor of D {d} in whole 128s"
-    if lanes % block_l or block_l % quantum or (block_l % 128 and block_l != lanes):
-        return f"block_l {block_l} is no divisor of {lanes} lanes in whole 128s and blocks"
-    if tokens % size["block_t"] or (size["block_t"] % 8 and size["block_t"] != tokens):
-        return f"block_t {size['block_t']} is no divisor of {tokens} tokens in whole 8s"
-    need = _vmem(size, itemsize)
-    return f"{need >> 20} MiB of VMEM, {VMEM_BYTES >> 20} at most" if need > VMEM_BYTES else ""
+    rules = (("block_d", d, 128), ("block_t", tokens, 8), ("block_l", lanes, lane_unit(quantum)))
+    for name, whole, unit in rules:
+        if reason := refused(name, size[name], whole, unit):
+            return reason
+    return over_vmem(_vmem(size, itemsize))
 
 
 def _vmem(size: dict[str, int], itemsize: int) -> int:
@@ -121,14 +123,7 @@ def _kernel(
 ) -> None:
     owners, slots = refs[:2] if masked else (None, None)
     out, tile, semaphores, acc = refs[-4:]
-    gather = Gather(
-        bank=bank,
-        layer=layer,
-        blocks=blocks,
-        tile=tile,
-        semaphores=semaphores,
-        columns=tile.shape[2],
-    )
+    gather = Gather(bank=bank, layer=layer, blocks=blocks, tile=tile, semaphores=semaphores)
     count = tile.shape[1] // bank.shape[2]
     place = present(lambda i, k, place: gather.start(i * count, k, place), grid)
 
