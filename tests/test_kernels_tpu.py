@@ -1,0 +1,326 @@
+"""The TPU kernels beyond what `test_kernels` asks of every backend.
+
+Numerics run in TPU interpret mode, where memory nobody wrote is NaN; that the kernels are kernels
+is the real compiler's word, for every TPU it knows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from aot_lora.kernels.blocks import NOBODY
+from aot_lora.kernels.lora_expand import pallas_tpu as expand
+from aot_lora.kernels.lora_expand import reference as expand_reference
+from aot_lora.kernels.lora_project import cases as project_cases
+from aot_lora.kernels.lora_project import pallas_tpu as project
+from aot_lora.kernels.lora_project import reference as project_reference
+from aot_lora.kernels.lora_project import xla as project_xla
+from aot_lora.kernels.lora_segments import cases as segments_cases
+from aot_lora.kernels.lora_segments import pallas_tpu as segmented
+from aot_lora.kernels.lora_segments import reference as segments_reference
+from aot_lora.kernels.lora_segments import xla as segments_xla
+from aot_lora.kernels.lora_segments.segments import segments
+from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
+from aot_lora.kernels.lora_shrink import reference as shrink_reference
+from aot_lora.kernels.reference import tolerance
+from aot_lora.plan import TargetSpec
+from aot_lora.targets.environment import worker_environment
+
+QUANTUM, LAYER = 8, np.int32(1)
+MIXED = (8, 16, 32, 64, 128)
+
+both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def interpreted() -> Iterator[None]:
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        yield
+
+
+class Batch:
+    """Adapters of some ranks in banks of two layers, with NaN wherever the batch has nothing."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        slots: Any,
+        *,
+        d: int = 128,
+        o: int = 256,
+        lanes: int = 0,
+        dtype: str = "float32",
+    ) -> None:
+        self.rng = np.random.default_rng(0)
+        self.dtype = dtype
+        count = max(lanes, sum(ranks)) // QUANTUM
+        owners = [slot for slot, rank in enumerate(ranks) for _ in range(rank // QUANTUM)]
+        used = len(owners)
+        self.owners = np.array(owners + [NOBODY] * (count - used), np.int32)
+        self.blocks = np.zeros(count, np.int32)
+        self.blocks[:used] = self.rng.permutation(np.arange(1, 2 * count, dtype=np.int32))[:used]
+        self.slots = np.array(slots, np.int32)
+        tokens = len(self.slots)
+        self.x, self.base = self.normal(tokens, d), self.normal(tokens, o)
+        self.a_bank, self.b_bank = (self.bank(2 * count, width) for width in (d, o))
+
+    def normal(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal(shape).astype(jnp.dtype(self.dtype))
+
+    def bank(self, blocks: int, width: int) -> np.ndarray:
+        bank = self.normal(2, blocks, QUANTUM, width)
+        bank[0] = np.nan
+        bank[:, np.setdiff1d(np.arange(blocks), self.blocks)] = np.nan
+        bank[:, 0] = 0
+        return bank
+
+    def expected_h(self) -> np.ndarray:
+        return shrink_reference.lora_shrink(
+            self.x, self.a_bank, 1, self.blocks, self.owners, self.slots
+        )
+
+    def expected(self) -> np.ndarray:
+        return segments_reference.lora_segments(
+            self.base, self.x, self.a_bank, self.b_bank, 1, self.blocks, self.owners, self.slots
+        )
+
+
+def close(found: Any, expected: np.ndarray, *, reduction: int) -> bool:
+    found = np.asarray(found)
+    error = np.linalg.norm(found.astype(np.float32) - expected)
+    return error <= tolerance(found.dtype.name, reduction=reduction) * np.linalg.norm(expected)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    return np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+# --- Block sizes change nothing but time --------------------------------------------------------
+
+SHRINK_SIZES = (
+    {"block_t": 16, "block_l": 128, "block_d": 128},
+    {"block_t": 16, "block_l": 128, "block_d": 512},
+    {"block_t": 32, "block_l": 256, "block_d": 256},
+)
+EXPAND_SIZES = (
+    {"block_t": 16, "block_l": 128, "block_o": 128},
+    {"block_t": 16, "block_l": 256, "block_o": 128},
+    {"block_t": 32, "block_l": 128, "block_o": 512},
+)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Batch:
+    """Ranks 8 to 128 in one batch, none padded to the largest: 248 lanes of 256."""
+    return Batch(MIXED, [*range(5), -1, 17] * 4 + [4] * 4, d=512, o=512, lanes=256)
+
+
+@pytest.mark.parametrize("sizes", SHRINK_SIZES)
+def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
+    args = (mixed.x, mixed.a_bank, LAYER, mixed.blocks, mixed.owners, mixed.slots)
+    found = np.asarray(jax.jit(partial(shrink.lora_shrink, **sizes))(*args))
+
+    assert close(found, mixed.expected_h(), reduction=512)
+    lanes = np.repeat(mixed.owners, QUANTUM)
+    assert not found[mixed.slots[:, None] != lanes].any()
+
+
+@pytest.mark.parametrize("sizes", EXPAND_SIZES)
+def test_expand_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
+    h = mixed.expected_h()
+    args = (mixed.base, h, mixed.b_bank, LAYER, mixed.blocks, mixed.slots)
+    found = np.asarray(jax.jit(partial(expand.lora_expand, **sizes))(*args))
+
+    assert close(found, expand_reference.lora_expand(*args), reduction=256)
+    without = mixed.slots < 0
+    assert same_bits(found[without], mixed.base[without])
+
+
+# --- Segments ------------------------------------------------------------------------------------
+
+
+def run_segments(module: Any, batch: Batch, block_t: int, **sizes: int) -> np.ndarray:
+    def run(base: Any, x: Any, a: Any, b: Any, blocks: Any, owners: Any, slots: Any) -> Any:
+        listed = segments(blocks, owners, slots, block_t)
+        return module.lora_segments(base, x, a, b, LAYER, listed, slots, **sizes)
+
+    arrays = (batch.base, batch.x, batch.a_bank, batch.b_bank)
+    return np.asarray(jax.jit(run)(*arrays, batch.blocks, batch.owners, batch.slots))
+
+
+RUNS = [0] * 20 + [-1] * 20 + [1] * 10 + [4] * 20 + [2] * 3 + [3] * 7  # of 80 tokens
+
+
+def test_segments_list_what_each_block_of_tokens_needs() -> None:
+    batch = Batch((16, 8, 8), [-1, -1, 2, 0, 0, 0, 9, 1], lanes=40)
+    found = segments(batch.blocks, batch.owners, batch.slots, 2)
+
+    first, second, third, fourth, *_ = (int(block) for block in batch.blocks)
+    assert found.length.tolist() == [0, 3, 2, 1]
+    assert found.blocks.tolist() == [
+        [0] * 5,
+        [first, second, fourth, 0, 0],
+        [first, second, 0, 0, 0],
+        [third, 0, 0, 0, 0],
+    ]
+    assert found.owners[1].tolist() == [0, 0, 2, NOBODY, NOBODY]
+
+
+@both_dtypes
+@pytest.mark.parametrize("module", [segments_xla, segmented])
+@pytest.mark.parametrize(("tokens", "lanes", "d", "o"), segments_cases.CASES)
+def test_segments_are_the_reference(
+    module: Any, dtype: str, tokens: int, lanes: int, d: int, o: int
+) -> None:
+    slots = np.sort(np.random.default_rng(1).integers(-1, 3, tokens))
+    batch = Batch((8,) * (lanes // 8), slots, d=d, o=o, lanes=lanes, dtype=dtype)
+    found = run_segments(module, batch, 16)
+
+    assert close(found, batch.expected(), reduction=d)
+    without = batch.slots < 0
+    assert same_bits(found[without], batch.base[without])
+
+
+@pytest.mark.parametrize("order", ["runs", "mixed up"])
+@pytest.mark.parametrize("sizes", [{"block_l": 128, "block_o": 128}, {"block_o": 256}])
+def test_segments_in_any_blocks_and_any_order(order: str, sizes: dict[str, int]) -> None:
+    """The block of tokens without adapters stands between two that have some."""
+    slots = RUNS if order == "runs" else np.random.default_rng(1).permutation(RUNS)
+    batch = Batch(MIXED, slots, lanes=256)
+
+    assert close(run_segments(segmented, batch, 16, **sizes), batch.expected(), reduction=128)
+
+
+def test_segments_read_no_block_of_an_adapter_absent_from_the_tokens() -> None:
+    """Adapter 4 is in the batch and all NaN; only the tokens that have it may feel that.
+
+    Its B would reach every row as 0 x NaN if its blocks were but masked.
+    """
+    batch = Batch(MIXED, RUNS, lanes=256)
+    clean = run_segments(segmented, batch, 16, block_l=128, block_o=128)
+    own = batch.blocks[batch.owners == 4]
+    batch.a_bank[:, own] = np.nan
+    batch.b_bank[:, own] = np.nan
+    found = run_segments(segmented, batch, 16, block_l=128, block_o=128)
+
+    has = np.repeat((batch.slots == 4).reshape(-1, 16).any(axis=1), 16)
+    assert same_bits(found[~has], clean[~has])
+    assert np.isnan(found[batch.slots == 4]).all()
+
+
+# --- Base projection and expand in one pass -----------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("module", [project_xla, project])
+@pytest.mark.parametrize(("tokens", "lanes", "d", "o"), project_cases.CASES)
+def test_project_is_the_reference(
+    module: Any, dtype: str, tokens: int, lanes: int, d: int, o: int
+) -> None:
+    slots = np.random.default_rng(1).integers(-1, 3, tokens)
+    batch = Batch((8,) * (lanes // 8), slots, d=d, o=o, lanes=lanes, dtype=dtype)
+    h = batch.expected_h().astype(batch.x.dtype)
+    args = (batch.x, batch.normal(d, o), h, batch.b_bank, LAYER, batch.blocks, batch.slots)
+
+    found = jax.jit(module.lora_project)(*args)
+    assert close(found, project_reference.lora_project(*args), reduction=d + lanes)
+
+
+def test_project_in_blocks_leaves_rows_without_an_adapter_to_the_base() -> None:
+    batch = Batch((16, 128), [0, -1, 1, 5] * 8, d=512, o=512)
+    w, sizes = batch.normal(512, 512), {"block_t": 16, "block_d": 128, "block_o": 128}
+    run = jax.jit(partial(project.lora_project, **sizes))
+    h = batch.expected_h()
+    rest = (LAYER, batch.blocks, batch.slots)
+    found = np.asarray(run(batch.x, w, h, batch.b_bank, *rest))
+    base = np.asarray(run(batch.x, w, np.zeros_like(h), batch.b_bank, *rest))
+
+    args = (batch.x, w, h, batch.b_bank, *rest)
+    assert close(found, project_reference.lora_project(*args), reduction=640)
+    assert same_bits(found[batch.slots < 0], base[batch.slots < 0])
+
+
+# --- What the kernels refuse --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (shrink.supports(16, 128, 4096, 8, 2), ""),
+        (shrink.supports(16, 128, 4000, 8, 2), ""),
+        (
+            shrink.supports(16, 128, 4096, 8, 2, block_d=96),
+            "block_d is 96, expected 4096 or a divisor of it that is a multiple of 128",
+        ),
+        (
+            shrink.supports(16, 384, 4096, 24, 2, block_l=128),
+            "block_l is 128, expected 384 or a divisor of it that is a multiple of 384",
+        ),
+        (
+            expand.supports(2048, 128, 4096, 8, 2, block_t=100),
+            "block_t is 100, expected 2048 or a divisor of it that is a multiple of 8",
+        ),
+        (
+            expand.supports(8192, 128, 14336, 8, 2, block_t=8192, block_o=14336),
+            "the blocks take 1811 MiB of VMEM, expected at most 100",
+        ),
+        (segmented.supports(2048, 2048, 4096, 14336, 8, 2), ""),
+        (
+            segmented.supports(2048, 2048, 4096, 14336, 8, 2, block_o=1000),
+            "block_o is 1000, expected 14336 or a divisor of it that is a multiple of 128",
+        ),
+        (project.supports(8192, 2048, 4096, 14336, 16, 2), ""),
+        (
+            project.supports(16, 128, 4096, 4096, 8, 2, block_d=512, block_o=4097),
+            "block_o is 4097, expected 4096 or a divisor of it that is a multiple of 128",
+        ),
+    ],
+)
+def test_sizes_a_kernel_cannot_take(reason: str, text: str) -> None:
+    assert reason == text
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 1000, 2048, 8192])
+@pytest.mark.parametrize("lanes", [8, 128, 1152, 2048])
+@pytest.mark.parametrize("width", [1024, 4096, 14336])
+def test_default_sizes_are_supported(tokens: int, lanes: int, width: int) -> None:
+    for module in (shrink, expand):
+        assert module.supports(tokens, lanes, width, 8, 2) == ""
+    for module in (segmented, project):
+        assert module.supports(tokens, lanes, 4096, width, 8, 2) == ""
+
+
+# --- The real compiler ---------------------------------------------------------------------------
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_the_real_compiler_takes_every_form(kind: str) -> None:
+    """No program holds a copy of a bank (16 MiB or more), and the expand is in place."""
+    pytest.importorskip("libtpu")
+    chip = "1x1" if kind in ("v5e", "v6e") else "1x1x1"
+    target = TargetSpec(platform="tpu", topology=f"{kind}:{chip}")
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, **worker_environment(target), "PYTHONPATH": str(root)}
+    script = root / "tests" / "compiling_tpu.py"
+    done = subprocess.run(
+        [sys.executable, script, target.topology], env=environment, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    forms = {line["form"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert len(forms) == 8
+    assert all(form["kernel"] and form["temporary_bytes"] < 2**20 for form in forms.values())
+    aliased = {name for name, form in forms.items() if form["aliased_bytes"]}
+    assert aliased == {name for name in forms if name.startswith(("expand", "segments"))}
