@@ -44,9 +44,16 @@ both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.fixture(autouse=True)
-def interpreted() -> Iterator[None]:
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Interpret mode; a copy is done when it is waited for, or as soon as it is started."""
+    mode = getattr(request, "param", "on_wait")
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode=mode)):
         yield
+
+
+whenever_copies_are_done = pytest.mark.parametrize(
+    "interpreted", ["eager", "on_wait"], indirect=True
+)
 
 
 class Batch:
@@ -126,6 +133,7 @@ def mixed() -> Batch:
     return Batch(MIXED, [*range(5), -1, 17] * 4 + [4] * 4, d=512, o=512, lanes=256)
 
 
+@whenever_copies_are_done
 @pytest.mark.parametrize("sizes", SHRINK_SIZES)
 def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
     args = (mixed.x, mixed.a_bank, LAYER, mixed.blocks, mixed.owners, mixed.slots)
@@ -136,6 +144,7 @@ def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
     assert not found[mixed.slots[:, None] != lanes].any()
 
 
+@whenever_copies_are_done
 @pytest.mark.parametrize("sizes", EXPAND_SIZES)
 def test_expand_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
     h = mixed.expected_h()
@@ -192,6 +201,7 @@ def test_segments_are_the_reference(
     assert same_bits(found[without], batch.base[without])
 
 
+@whenever_copies_are_done
 @pytest.mark.parametrize("order", ["runs", "mixed up"])
 @pytest.mark.parametrize("sizes", [{"block_l": 128, "block_o": 128}, {"block_o": 256}])
 def test_segments_in_any_blocks_and_any_order(order: str, sizes: dict[str, int]) -> None:
