@@ -105,3 +105,34 @@ def project_vmem_bytes(size: dict[str, int], lanes: int, itemsize: int) -> int:
     rows, inner, columns = size["block_t"], size["block_d"], size["block_o"]
     blocks = 2 * (rows * (inner + columns + lanes) + inner * columns) + lanes * columns
     return itemsize * blocks + 12 * rows * columns + 8 * 128 * rows
+
+
+# --- HBM traffic of a call: what its block sizes cost beyond reading everything once -------------
+
+
+def shrink_hbm_bytes(tokens: int, lanes: int, d: int, itemsize: int, size: dict[str, int]) -> int:
+    """Bytes that `lora_shrink` moves: x for each tile of lanes, A once or for each token block."""
+    blocks_t, tiles = tokens // size["block_t"], lanes // size["block_l"]
+    loads = blocks_t if size["block_d"] < d else 1
+    return itemsize * (tiles * tokens * d + loads * lanes * d + tokens * lanes)
+
+
+def expand_hbm_bytes(tokens: int, lanes: int, o: int, itemsize: int, size: dict[str, int]) -> int:
+    """Bytes that `lora_expand` moves: h for each tile of columns, B as A above, the base twice."""
+    blocks_t, tiles = tokens // size["block_t"], o // size["block_o"]
+    loads = blocks_t if size["block_l"] < lanes else 1
+    return itemsize * (tiles * tokens * lanes + loads * lanes * o + 2 * tokens * o)
+
+
+def segments_hbm_bytes(tokens: int, read: int, d: int, o: int, itemsize: int) -> int:
+    """Bytes that `lora_segments` moves; `read` is the lanes read, over all blocks of tokens."""
+    return itemsize * (tokens * d + read * (d + o) + 2 * tokens * o)
+
+
+def project_hbm_bytes(
+    tokens: int, lanes: int, d: int, o: int, itemsize: int, size: dict[str, int]
+) -> int:
+    """Bytes that `lora_project` moves: W and B for each block of tokens, x for each of columns."""
+    blocks_t, tiles = tokens // size["block_t"], o // size["block_o"]
+    read = blocks_t * (d + lanes) * o + tokens * (tiles * d + lanes)
+    return itemsize * (read + tokens * o)

@@ -149,17 +149,28 @@ def _answers(child: subprocess.Popen[str], limit_s: float) -> Iterator[dict[str,
 # --- In the child --------------------------------------------------------------------------------
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OPERATION = re.compile(r"^ +(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)")
 
 
 def estimated_cycles(text: str) -> int:
-    """The sum over a compiled program's operations, each loop's body once."""
-    total, fused = 0, False
+    """The sum over a compiled program's operations, each loop's body once.
+
+    What depends on integers alone is left out: lists and masks are made once for a batch, and
+    serve all modules and layers.
+    """
+    total, fused, of_data = 0, False, set[str]()
     for line in text.splitlines():
         if line and not line.startswith((" ", "}")):
             fused = line.startswith("%fused")
-        found = _CYCLES.search(line)
-        if found and not fused:
-            total += int(found.group(1))
+        operation = _OPERATION.match(line)
+        if fused or not operation:
+            continue
+        name, kind, opcode, operands = operation.groups()
+        own = "bf16" in kind and opcode == "parameter"
+        if own or of_data.intersection(re.findall(r"%([\w.\-]+)", operands)):
+            of_data.add(name)
+            cycles = _CYCLES.search(line)
+            total += int(cycles.group(1)) if cycles else 0
     return total
 
 
@@ -182,7 +193,10 @@ def _serve() -> None:
             fn, args, donated = getattr(importlib.import_module(module), name)(array, **options)
             traced = jax.jit(fn, donate_argnums=donated).trace(*args)
             compiled = traced.lower(lowering_platforms=("tpu",)).compile()
-            answer = {"cycles": estimated_cycles(compiled.as_text())}
+            text = compiled.as_text()
+            answer = {"cycles": estimated_cycles(text)}
+            if os.environ.get("SHOW"):
+                answer["show"] = [l for l in text.splitlines() if _CYCLES.search(l)]
         except Exception as error:  # Whatever the compiler refuses, the others are still costed.
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         sys.stdout.write(json.dumps(answer) + "\n")
