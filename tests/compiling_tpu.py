@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from aot_lora.kernels.lora_expand import pallas_tpu as expand
-from aot_lora.kernels.lora_project import pallas_tpu as project
+from aot_lora.kernels.lora_fused import pallas_tpu as fused
 from aot_lora.kernels.lora_segments import pallas_tpu as segmented
 from aot_lora.kernels.lora_segments.segments import segments
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
@@ -53,8 +53,8 @@ def forms(array: Any) -> dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]]
         ),
         "expand, one adapter": (expand.lora_expand_single, (base, h, b_bank, layer, blocks), (0,)),
         "segments": (lora_segments, (base, x, a_bank, b_bank, layer, blocks, owners, slots), (0,)),
-        "project": (
-            project.lora_project,
+        "fused": (
+            fused.lora_fused,
             (x, array(D, O_SIZE), h, b_bank, layer, blocks, slots),
             (),
         ),

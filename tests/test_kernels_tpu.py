@@ -22,10 +22,10 @@ from jax.experimental.pallas import tpu as pltpu
 from aot_lora.kernels.blocks import NOBODY
 from aot_lora.kernels.lora_expand import pallas_tpu as expand
 from aot_lora.kernels.lora_expand import reference as expand_reference
-from aot_lora.kernels.lora_project import cases as project_cases
-from aot_lora.kernels.lora_project import pallas_tpu as project
-from aot_lora.kernels.lora_project import reference as project_reference
-from aot_lora.kernels.lora_project import xla as project_xla
+from aot_lora.kernels.lora_fused import cases as fused_cases
+from aot_lora.kernels.lora_fused import pallas_tpu as fused
+from aot_lora.kernels.lora_fused import reference as fused_reference
+from aot_lora.kernels.lora_fused import xla as fused_xla
 from aot_lora.kernels.lora_segments import cases as segments_cases
 from aot_lora.kernels.lora_segments import pallas_tpu as segmented
 from aot_lora.kernels.lora_segments import reference as segments_reference
@@ -233,9 +233,9 @@ def test_segments_read_no_block_of_an_adapter_absent_from_the_tokens() -> None:
 
 
 @both_dtypes
-@pytest.mark.parametrize("module", [project_xla, project])
-@pytest.mark.parametrize(("tokens", "lanes", "d", "o"), project_cases.CASES)
-def test_project_is_the_reference(
+@pytest.mark.parametrize("module", [fused_xla, fused])
+@pytest.mark.parametrize(("tokens", "lanes", "d", "o"), fused_cases.CASES)
+def test_fused_is_the_reference(
     module: Any, dtype: str, tokens: int, lanes: int, d: int, o: int
 ) -> None:
     slots = np.random.default_rng(1).integers(-1, 3, tokens)
@@ -243,21 +243,21 @@ def test_project_is_the_reference(
     h = batch.expected_h().astype(batch.x.dtype)
     args = (batch.x, batch.normal(d, o), h, batch.b_bank, LAYER, batch.blocks, batch.slots)
 
-    found = jax.jit(module.lora_project)(*args)
-    assert close(found, project_reference.lora_project(*args), reduction=d + lanes)
+    found = jax.jit(module.lora_fused)(*args)
+    assert close(found, fused_reference.lora_fused(*args), reduction=d + lanes)
 
 
-def test_project_in_blocks_leaves_rows_without_an_adapter_to_the_base() -> None:
+def test_fused_in_blocks_leaves_rows_without_an_adapter_to_the_base() -> None:
     batch = Batch((16, 128), [0, -1, 1, 5] * 8, d=512, o=512)
     w, sizes = batch.normal(512, 512), {"block_t": 16, "block_d": 128, "block_o": 128}
-    run = jax.jit(partial(project.lora_project, **sizes))
+    run = jax.jit(partial(fused.lora_fused, **sizes))
     h = batch.expected_h()
     rest = (LAYER, batch.blocks, batch.slots)
     found = np.asarray(run(batch.x, w, h, batch.b_bank, *rest))
     base = np.asarray(run(batch.x, w, np.zeros_like(h), batch.b_bank, *rest))
 
     args = (batch.x, w, h, batch.b_bank, *rest)
-    assert close(found, project_reference.lora_project(*args), reduction=640)
+    assert close(found, fused_reference.lora_fused(*args), reduction=640)
     assert same_bits(found[batch.slots < 0], base[batch.slots < 0])
 
 
@@ -290,9 +290,9 @@ def test_project_in_blocks_leaves_rows_without_an_adapter_to_the_base() -> None:
             segmented.supports(2048, 2048, 4096, 14336, 8, 2, block_o=1000),
             "block_o is 1000, expected 14336 or a divisor of it that is a multiple of 128",
         ),
-        (project.supports(8192, 2048, 4096, 14336, 16, 2), ""),
+        (fused.supports(8192, 2048, 4096, 14336, 16, 2), ""),
         (
-            project.supports(16, 128, 4096, 4096, 8, 2, block_d=512, block_o=4097),
+            fused.supports(16, 128, 4096, 4096, 8, 2, block_d=512, block_o=4097),
             "block_o is 4097, expected 4096 or a divisor of it that is a multiple of 128",
         ),
     ],
@@ -307,7 +307,7 @@ def test_sizes_a_kernel_cannot_take(reason: str, text: str) -> None:
 def test_default_sizes_are_supported(tokens: int, lanes: int, width: int) -> None:
     for module in (shrink, expand):
         assert module.supports(tokens, lanes, width, 8, 2) == ""
-    for module in (segmented, project):
+    for module in (segmented, fused):
         assert module.supports(tokens, lanes, 4096, width, 8, 2) == ""
 
 

@@ -91,17 +91,17 @@ def segments_vmem_bytes(size: dict[str, int], lanes: int, d: int, itemsize: int)
     return itemsize * (tiles + blocks) + 8 * rows * (columns + size["block_l"] + 128)
 
 
-def project_sizes(
+def fused_sizes(
     tokens: int, lanes: int, d: int, o: int, quantum: int, itemsize: int
 ) -> dict[str, int]:
-    """Defaults of `lora_project`: block_t, block_d, block_o."""
+    """Defaults of `lora_fused`: block_t, block_d, block_o."""
     block_t = tokens if tokens <= 512 else divisor(tokens, 512, 16)
     most = 1024 if lanes <= 1024 else 512
     return {"block_t": block_t, "block_d": divisor(d, 1024), "block_o": divisor(o, most)}
 
 
-def project_vmem_bytes(size: dict[str, int], lanes: int, itemsize: int) -> int:
-    """VMEM of `lora_project`: x, W and h twice, the lanes of B once, the float32 sum."""
+def fused_vmem_bytes(size: dict[str, int], lanes: int, itemsize: int) -> int:
+    """VMEM of `lora_fused`: x, W and h twice, the lanes of B once, the float32 sum."""
     rows, inner, columns = size["block_t"], size["block_d"], size["block_o"]
     blocks = 2 * (rows * (inner + columns + lanes) + inner * columns) + lanes * columns
     return itemsize * blocks + 12 * rows * columns + 8 * 128 * rows
@@ -129,10 +129,10 @@ def segments_hbm_bytes(tokens: int, read: int, d: int, o: int, itemsize: int) ->
     return itemsize * (tokens * d + read * (d + o) + 2 * tokens * o)
 
 
-def project_hbm_bytes(
+def fused_hbm_bytes(
     tokens: int, lanes: int, d: int, o: int, itemsize: int, size: dict[str, int]
 ) -> int:
-    """Bytes that `lora_project` moves: W and B for each block of tokens, x for each of columns."""
+    """Bytes that `lora_fused` moves: W and B for each block of tokens, x for each of columns."""
     blocks_t, tiles = tokens // size["block_t"], o // size["block_o"]
     read = blocks_t * (d + lanes) * o + tokens * (tiles * d + lanes)
     return itemsize * (read + tokens * o)

@@ -14,7 +14,7 @@ from jax import lax
 
 from aot_lora.kernels.lora_expand import pallas_tpu as expand
 from aot_lora.kernels.lora_expand import xla as expand_xla
-from aot_lora.kernels.lora_project import pallas_tpu as project
+from aot_lora.kernels.lora_fused import pallas_tpu as fused
 from aot_lora.kernels.lora_segments import pallas_tpu as segmented
 from aot_lora.kernels.lora_segments.segments import segments
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
@@ -95,12 +95,10 @@ def fused(
 ) -> Made:
     """Shrink, then the base projection and the expand in one pass; no base output comes in."""
 
-    def run(
-        layers: Any, weights: Any, layer: Any, blocks: Any, owners: Any, slots: Any
-    ) -> Any:
+    def run(layers: Any, weights: Any, layer: Any, blocks: Any, owners: Any, slots: Any) -> Any:
         def add(x: Any, a: Any, b: Any, w: Any) -> Any:
             h = shrink.lora_shrink(x, a, layer, blocks, owners, slots, **(shrink_sizes or {}))
-            return project.lora_project(x, w, h, b, layer, blocks, slots, **(sizes or {}))
+            return fused.lora_fused(x, w, h, b, layer, blocks, slots, **(sizes or {}))
 
         return [add(*one[1:], w) for one, w in zip(layers, weights, strict=True)]
 

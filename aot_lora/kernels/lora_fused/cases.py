@@ -1,4 +1,4 @@
-"""Shapes of real models for lora_project: tests, benchmarks and presets use the same."""
+"""Shapes of real models for lora_fused: tests, benchmarks and presets use the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lora_project as a Pallas TPU kernel: x W and h B meet in VMEM, [T, O] is written once."""
+"""lora_fused as a Pallas TPU kernel: x W and h B meet in VMEM, [T, O] is written once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora.kernels.blocks import Layer
-from aot_lora.kernels.tpu_sizes import over_vmem, project_sizes, project_vmem_bytes, refused
+from aot_lora.kernels.tpu_sizes import fused_sizes, fused_vmem_bytes, over_vmem, refused
 from aot_lora.kernels.tpu_stream import Gather, column, gather_scratch, params, scalar
 
 
-def lora_project(
+def lora_fused(
     x: jax.Array,
     w: jax.Array,
     h: jax.Array,
@@ -25,18 +25,18 @@ def lora_project(
     slots: jax.Array,
     **sizes: int,
 ) -> jax.Array:
-    """As `xla.lora_project`.
+    """As `xla.lora_fused`.
 
     Args:
       x, w, h, b_bank, layer, blocks, slots: as there.
-      sizes: block_t, block_d, block_o; see `project_sizes` for those not given.
+      sizes: block_t, block_d, block_o; see `fused_sizes` for those not given.
 
     Returns:
       [T, O] in the dtype of `x`; the sum is taken in float32.
     """
     (tokens, d), o, (lanes, quantum) = x.shape, w.shape[1], (h.shape[1], b_bank.shape[2])
     itemsize = x.dtype.itemsize
-    size = project_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
+    size = fused_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
     block_t, block_d, block_o = size["block_t"], size["block_d"], size["block_o"]
     grid = (tokens // block_t, o // block_o, d // block_d)
 
@@ -59,8 +59,8 @@ def lora_project(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((tokens, o), x.dtype),
-        compiler_params=params(project_vmem_bytes(size, lanes, itemsize), 3),
-        name="lora_project",
+        compiler_params=params(fused_vmem_bytes(size, lanes, itemsize), 3),
+        name="lora_fused",
     )(scalar(layer), blocks, b_bank, x, w, h, column(slots))
 
 
@@ -68,12 +68,12 @@ def supports(
     tokens: int, lanes: int, d: int, o: int, quantum: int, itemsize: int, **sizes: int
 ) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
-    size = project_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
+    size = fused_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
     rules = (("block_d", d, 128), ("block_o", o, 128), ("block_t", tokens, 8))
     for name, whole, unit in rules:
         if reason := refused(name, size[name], whole, unit):
             return reason
-    return over_vmem(project_vmem_bytes(size, lanes, itemsize))
+    return over_vmem(fused_vmem_bytes(size, lanes, itemsize))
 
 
 def _kernel(

@@ -1,4 +1,4 @@
-"""lora_project in plain XLA: two matmuls and one sum in float32."""
+"""lora_fused in plain XLA: two matmuls and one sum in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax import lax
 from aot_lora.kernels.blocks import Layer, gather_lanes
 
 
-def lora_project(
+def lora_fused(
     x: jax.Array,
     w: jax.Array,
     h: jax.Array,

@@ -1,1 +1,0 @@
-"""lora_project: the base projection and the expand in one pass over the output."""
