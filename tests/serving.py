@@ -30,7 +30,7 @@ lora:
   resident_lanes: 320
   dtype: float32
 tokens: {budget: 16, buckets: [4, 16]}
-programs: [lora, {entry: "engine:step"}, {entry: "engine:norm"}]
+programs: [lora, {entry: "engine:step"}, {entry: "engine:norm", max_tokens: 4}]
 store: {root: store}
 """
 

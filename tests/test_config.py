@@ -81,6 +81,7 @@ BAD = {
     "no buckets": tokens("budget: 64, buckets: []"),
     "no targets": good("{platform: cpu}", "[]"),
     "no programs": good(end="programs: []\n"),
+    "max_tokens above the budget": good(end="programs: [{entry: 'a:b', max_tokens: 65}]\n"),
     "no modules": good("ranks: [8]", "ranks: [8]\n  modules: []"),
     "no model": good("{q_proj: [16, 16]}", "{}"),
     # Buckets and budgets; CASES 19, 22, 23.

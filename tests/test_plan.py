@@ -19,6 +19,7 @@ from aot_lora.plan import (
     build_plan,
     check_limits,
     estimate,
+    widen,
 )
 
 Q, K = (Module(name=name, d=64, o=o, layers=2) for name, o in (("q", 64), ("k", 32)))
@@ -48,6 +49,15 @@ def programs(plan: Plan) -> set[str]:
 
 def of(plan: Plan, program: str) -> list[Variant]:
     return [variant for variant in plan.variants if variant.program == program]
+
+
+def test_a_program_is_compiled_for_the_tokens_it_is_called_with() -> None:
+    few = replace(STEP, name="few", max_tokens=16)
+    plan = make_plan(user=(STEP, few))
+
+    assert {variant.tokens for variant in of(plan, "few")} == {16}
+    assert {variant.tokens for variant in of(plan, "step")} == {16, 32}
+    assert {v.tokens for v in of(widen(plan, {"tokens": [8, 24]}), "few")} == {8, 16}
 
 
 @pytest.mark.parametrize("point", [(8, 16), (4, 32), (2, 64)])

@@ -1,6 +1,7 @@
 """Warmup: fills a store, finds it filled, mends what is damaged, and survives what it compiles."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -285,6 +286,19 @@ def test_a_program_that_fails_takes_only_its_variant_with_it(
     again = cli("warmup", config, "--format", "json", "--jobs", 1)
     assert again.returncode == code
     assert counts(json.loads(again.stdout)) == (1, 0, 3, 1)
+
+
+def test_workers_that_end_at_their_start_are_told_and_not_waited_for(
+    tiny_config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif any('spawn_main' in part for part in sys.orig_argv):\n    os._exit(3)\n"
+    )
+    done = cli("warmup", tiny_config, PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path)))
+
+    assert done.returncode == errors.EXIT_INTERNAL
+    assert "the worker processes ended before they took any work" in done.stderr
+    assert "internal error" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,9 @@ def _shared_by(plan: Plan, program: str) -> str:
         return f"{tokens} tokens x {count} lanes x {widths[base]}"
     if program.startswith("bank_"):
         return f"{adapters} lanes x {shapes} (D, O)"
+    most = next(entry.max_tokens for entry in plan.user if entry.name == program)
+    if most is not None:
+        tokens = plan.tokens.buckets.index(most) + 1
     return f"{tokens} tokens x lanes, 0 included where slots are"
 
 

@@ -102,7 +102,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         max_adapters=file.lora.max_adapters,
         resident_lanes=round_up(file.lora.resident_lanes or full, quantum),
         with_lora="lora" in file.programs,
-        user=_user_entries(entries, document),
+        user=_user_entries(entries, token_buckets, document),
         # What nobody asked for is no part of the plan, nor of its digest.
         decoder=decoder if cache else None,
         cache=KvCache(sequences=cache.sequences, length=cache.length) if cache else None,
@@ -315,7 +315,9 @@ def _model_file(name: str, document: Document) -> tuple[schema.ModelFile, Decode
     return model, decoder_shape(model.decoder, model.modules, found, "modules")
 
 
-def _user_entries(entries: list[schema.ProgramEntry], document: Document) -> tuple[UserEntry, ...]:
+def _user_entries(
+    entries: list[schema.ProgramEntry], token_buckets: tuple[int, ...], document: Document
+) -> tuple[UserEntry, ...]:
     names = [entry.program_name for entry in entries]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -330,4 +332,20 @@ def _user_entries(entries: list[schema.ProgramEntry], document: Document) -> tup
                 where=document.place(("programs",)),
                 next_step="give yours another `name:`",
             )
-    return tuple(UserEntry(name=entry.program_name, entry=entry.entry) for entry in entries)
+        most = entries[index].max_tokens
+        if most is not None and most > token_buckets[-1]:
+            raise ConfigError(
+                f"max_tokens {most} of `{name}` is above the token budget",
+                where=document.place(("programs",)),
+                expected=f"at most {token_buckets[-1]}",
+                next_step="lower it, or leave it out: then every token bucket is compiled",
+            )
+    axis = Axis(name="tokens", buckets=token_buckets)
+    return tuple(
+        UserEntry(
+            name=entry.program_name,
+            entry=entry.entry,
+            max_tokens=None if entry.max_tokens is None else axis.bucket(entry.max_tokens),
+        )
+        for entry in entries
+    )

@@ -139,11 +139,13 @@ class ProgramEntry(Strict):
     """A user's own program: ``{entry: "my_engine.aot:decode_step"}``.
 
     `sources` are globs, from the config's folder, of files outside its package that it depends on.
+    `max_tokens`: it is never called with more, so larger buckets are not compiled for it.
     """
 
     entry: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")] | None = None
     sources: list[Annotated[str, Field(pattern=r"^[^/\x00][^\x00]*$")]] = []
+    max_tokens: PositiveInt | None = None
 
     @property
     def program_name(self) -> str:

@@ -6,13 +6,13 @@ its steps in a config that has a `kv_cache`:
     programs:
       - lora
       - {entry: "aot_lora.decoder:mixed_step"}
-      - {entry: "aot_lora.decoder:decode_step"}
+      - {entry: "aot_lora.decoder:decode_step", max_tokens: 16}    # kv_cache.sequences
 
 Letters: T tokens (rows of a step), N layers, V vocabulary, and those of `aot_lora`.
 """
 
 from aot_lora.decoder.checkpoint import load_checkpoint
-from aot_lora.decoder.lora import LoraMaker, masked_lora
+from aot_lora.decoder.lora import LoraMaker, chosen_lora, laned_lora
 from aot_lora.decoder.model import step
 from aot_lora.decoder.programs import decode_step, mixed_step, step_program
 from aot_lora.decoder.session import Session
@@ -24,9 +24,10 @@ __all__ = [
     "Session",
     "Specs",
     "Weights",
+    "chosen_lora",
     "decode_step",
+    "laned_lora",
     "load_checkpoint",
-    "masked_lora",
     "mixed_step",
     "random_weights",
     "specs",

@@ -2,46 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from aot_lora.kernels import lora_expand, lora_shrink
+from aot_lora.config.tables import Table
+from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import Layer
+from aot_lora.kernels.choice import Choice, choose
+from aot_lora.kernels.forms import PLAIN, Sizes
+from aot_lora.plan import HEAD_MODULE
 
-Lora = Callable[[str, jax.Array, jax.Array, Layer], jax.Array]
-"""(module, x [T, D], base [T, O], layer) -> base with each row's adapter added, [T, O]."""
+Site = tuple[str, ...]
+"""Modules that read the same rows."""
 
-LoraMaker = Callable[[dict[str, tuple[jax.Array, jax.Array]], dict[str, Any], jax.Array], Lora]
-"""(banks by module, the batch's `blocks` and `owners`, slots [T]) -> the function for such rows."""
+LAYER_SITES: tuple[Site, ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj"),
+    ("down_proj",),
+)
+HEAD_SITES: tuple[Site, ...] = ((HEAD_MODULE,),)
+
+Arrays = tuple[jax.Array, ...]
+Lora = Callable[[Site, jax.Array, Arrays, Layer], Arrays]
+"""(modules, x [T, D], weights [D, O] each, layer) -> x @ weight and each row's adapter, [T, O]."""
+
+Banks = Mapping[str, tuple[jax.Array, jax.Array]]
+LoraMaker = Callable[[Banks, Batch, Sequence[Site]], Lora]
+"""(banks by module, a batch, the sites it is for) -> the function for such rows."""
+
+Chooser = Callable[[Sizes], Choice]
 
 
-def masked_lora(
-    banks: dict[str, tuple[jax.Array, jax.Array]], batch: dict[str, Any], slots: jax.Array
-) -> Lora:
-    """Adapters by the masked kernels of aot-lora.
+def no_lora(site: Site, x: jax.Array, weights: Arrays, layer: Layer) -> Arrays:
+    """A batch without adapters: the projections alone."""
+    del site, layer
+    return tuple(x @ weight for weight in weights)
+
+
+def chosen_lora(chooser: Chooser, *, most: int) -> LoraMaker:
+    """Adapters by the form that `chooser` names for the sizes of each site.
+
+    What a form needs of the batch is worked out once, before the layers.
 
     Args:
-      banks: module -> (A [layers, blocks, quantum, D], B [layers, blocks, quantum, O]).
-      batch: ``blocks`` and ``owners``, each [L / quantum] int32.
-      slots: [T] int32, each row's slot; -1 for none.
-
-    Returns:
-      A function that leaves the modules without banks as they are.
+      chooser: sizes -> the form for them.
+      most: blocks of the largest adapter there may be.
     """
-    blocks, owners = batch["blocks"], batch["owners"]
 
-    def add(module: str, x: jax.Array, base: jax.Array, layer: Layer) -> jax.Array:
-        if module not in banks:
-            return base
-        a_bank, b_bank = banks[module]
-        h = lora_shrink(x, a_bank, layer, blocks, owners, slots)
-        return lora_expand(base, h, b_bank, layer, blocks, slots)
+    def maker(banks: Banks, batch: Batch, sites: Sequence[Site]) -> Lora:
+        with_banks = {site: tuple(name for name in site if name in banks) for site in sites}
+        choices = {
+            site: chooser(sizes_of(batch, [banks[name] for name in own], most))
+            for site, own in with_banks.items()
+            if own
+        }
+        prepared: dict[str, Any] = {}
+        for site, choice in choices.items():
+            if choice.form.name not in prepared:
+                quantum = banks[with_banks[site][0]][0].shape[2]
+                prepared[choice.form.name] = choice.form.prepare(batch, quantum=quantum, most=most)
 
-    return add
+        def project(site: Site, x: jax.Array, weights: Arrays, layer: Layer) -> Arrays:
+            if site not in choices:
+                return no_lora(site, x, weights, layer)
+            own, choice = with_banks[site], choices[site]
+            by = dict(zip(site, weights, strict=True))
+            outputs = choice.project()(
+                x,
+                tuple(by[name] for name in own),
+                tuple(banks[name] for name in own),
+                layer,
+                prepared[choice.form.name],
+            )
+            found = dict(zip(own, outputs, strict=True))
+            return tuple(found.get(name, x @ by[name]) for name in site)
+
+        return project
+
+    return maker
 
 
-def no_lora(module: str, x: jax.Array, base: jax.Array, layer: Layer) -> jax.Array:
-    """What a batch without adapters adds: nothing."""
-    return base
+def laned_lora(*, most: int) -> LoraMaker:
+    """Adapters in plain XLA, at every point."""
+    return chosen_lora(lambda _: Choice(form=PLAIN, reason="asked for"), most=most)
+
+
+def tabled_lora(table: Table | None, platform: str, *, most: int) -> LoraMaker:
+    """Adapters by what was measured for the hardware."""
+    return chosen_lora(lambda sizes: choose(table, sizes, platform), most=most)
+
+
+def sizes_of(batch: Batch, banks: Sequence[tuple[jax.Array, jax.Array]], most: int) -> Sizes:
+    """The sizes of a site, on one device.
+
+    Args:
+      batch: of its rows.
+      banks: of its modules, as divided.
+      most: blocks of the largest adapter there may be.
+    """
+    a_bank = banks[0][0]
+    quantum = a_bank.shape[2]
+    return Sizes(
+        tokens=batch.slots.shape[0],
+        lanes=batch.blocks.shape[0] * quantum,
+        d=a_bank.shape[3],
+        o=tuple(b_bank.shape[3] for _, b_bank in banks),
+        quantum=quantum,
+        most=most,
+        dtype=str(a_bank.dtype),
+    )

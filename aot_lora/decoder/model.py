@@ -64,13 +64,13 @@ def step(
     def layer(x: jax.Array, cache: Tree, own: Tree, index: Layer, bank: Layer) -> tuple[Any, Tree]:
         """One layer, `index` of the cache and `bank` of the banks."""
 
-        def project(name: str, x: jax.Array) -> jax.Array:
-            return lora(name, x, x @ own[name], bank)
+        def project(x: jax.Array, *site: str) -> tuple[jax.Array, ...]:
+            return lora(site, x, tuple(own[name] for name in site), bank)
 
         normed = rms_norm(x, own["input_norm"], shape.norm_eps)
         q, k, v = (
-            project(name, normed).reshape(x.shape[0], -1, shape.head_dim)
-            for name in ("q_proj", "k_proj", "v_proj")
+            projected.reshape(x.shape[0], -1, shape.head_dim)
+            for projected in project(normed, "q_proj", "k_proj", "v_proj")
         )
         new = {"k": rotate(k, turn), "v": v}
         cache = {
@@ -90,11 +90,11 @@ def step(
             decode_rows=decode_rows,
             together=together,
         )
-        x = x + total(project("o_proj", mixed.reshape(x.shape[0], -1)))
+        x = x + total(project(mixed.reshape(x.shape[0], -1), "o_proj")[0])
 
         normed = rms_norm(x, own["post_norm"], shape.norm_eps)
-        inner = jax.nn.silu(project("gate_proj", normed)) * project("up_proj", normed)
-        return x + total(project("down_proj", inner)), cache
+        gate, up = project(normed, "gate_proj", "up_proj")
+        return x + total(project(jax.nn.silu(gate) * up, "down_proj")[0]), cache
 
     x = total(_embed(weights["embed"], rows["tokens"], axis))
     if isinstance(weights["layers"], list):
@@ -116,7 +116,7 @@ def step(
     wanted = sampling["rows"]
     picked = rms_norm(x[wanted], weights["norm"], shape.norm_eps)
     head = weights["embed"].T if shape.tied else weights[HEAD_MODULE]
-    logits = head_lora(HEAD_MODULE, picked, picked @ head, 0).astype(jnp.float32)
+    logits = head_lora((HEAD_MODULE,), picked, (head,), 0)[0].astype(jnp.float32)
     tokens = sample(
         logits, sampling["temperature"], sampling["seeds"], positions[wanted], axis=axis
     )

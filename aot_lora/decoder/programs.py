@@ -9,10 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from aot_lora.decoder.lora import LoraMaker, masked_lora
+from aot_lora.config.tables import table_of
+from aot_lora.decoder.lora import HEAD_SITES, LAYER_SITES, LoraMaker, tabled_lora
 from aot_lora.decoder.model import Tree, step
 from aot_lora.decoder.sharding import Specs, specs
 from aot_lora.decoder.weights import cache_shape, decoder_of, layers_apart, shapes
+from aot_lora.kernels.batch import Batch
 from aot_lora.programs.mesh import AXIS
 from aot_lora.programs.spec import Context, Point, Program
 
@@ -47,7 +49,7 @@ def step_program(
     *,
     decode_rows: int,
     prefill: bool = True,
-    lora: LoraMaker = masked_lora,
+    lora: LoraMaker | None = None,
 ) -> Program:
     """A step of a point, with adapters where it has lanes.
 
@@ -58,7 +60,8 @@ def step_program(
       point, context: as a user's function gets them.
       decode_rows: rows at the front that are each of a sequence of their own.
       prefill: whether the rows after them are run.
-      lora: makes the function that adds adapters.
+      lora: makes the function that adds adapters; unless given, by what was measured for the
+        target's hardware.
 
     Raises:
       ProgramError: the plan has no decoder or no cache.
@@ -75,6 +78,11 @@ def step_program(
         together=8 if context.target.platform == "cuda" else 1,
     )
     used = point.tokens if prefill else decode_rows
+    maker = lora or tabled_lora(
+        table_of(context.target),
+        context.target.platform,
+        most=plan.adapter_lanes.buckets[-1] // plan.quantum,
+    )
 
     def base_step(weights: Tree, cache: Tree, rows: Tree, sampling: Tree) -> Any:
         rows = {name: array[:used] for name, array in rows.items()}
@@ -84,9 +92,10 @@ def step_program(
         weights: Tree, cache: Tree, rows: Tree, sampling: Tree, banks: Any, batch: Tree
     ) -> Any:
         rows = {name: array[:used] for name, array in rows.items()}
-        slots = batch["slots"][:used]
-        added = lora(banks, batch, slots)
-        head = lora(banks, batch, slots[sampling["rows"]])
+        of_rows = Batch(batch["blocks"], batch["owners"], batch["slots"][:used])
+        sampled = of_rows._replace(slots=of_rows.slots[sampling["rows"]])
+        added = maker(banks, of_rows, LAYER_SITES)
+        head = maker(banks, sampled, HEAD_SITES)
         return run(weights, cache, rows, sampling, lora=added, head_lora=head)
 
     fn: Callable[..., Any] = lora_step if point.lanes else base_step

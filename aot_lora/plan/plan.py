@@ -170,6 +170,8 @@ def _enumerate(plan: Plan) -> Iterator[Variant]:
         yield from _lora_variants(plan)
     for entry in plan.user:
         for tokens in plan.tokens.buckets:
+            if entry.max_tokens is not None and tokens > entry.max_tokens:
+                break
             if 0 in plan.slots:
                 yield Variant(program=entry.name, tokens=tokens)
             if any(plan.slots):

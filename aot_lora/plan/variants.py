@@ -58,10 +58,12 @@ class UserEntry:
     Args:
       name: what `Runtime.lookup` calls it.
       entry: ``package.module:function``.
+      max_tokens: the largest token bucket it is compiled for; None for all.
     """
 
     name: str
     entry: str
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,17 @@ class Executables:
 
     def _larger_step(self, variant: Variant) -> tuple[Variant, Any]:
         plan = self.plan
-        names = sorted(entry.name for entry in plan.user)
-        if variant.program not in names:
+        entries = {entry.name: entry for entry in plan.user}
+        entry = entries.get(variant.program)
+        if entry is None:
+            names = sorted(entries)
             raise OutOfPlanError(f"no program `{variant.program}`", expected=f"one of {names}")
+        if entry.max_tokens is not None and variant.tokens > entry.max_tokens:
+            raise OutOfPlanError(
+                f"`{variant.program}` has no executable for {variant.tokens} tokens",
+                expected=f"at most {entry.max_tokens}: its max_tokens in the config",
+                next_step="raise its max_tokens and run warmup",
+            )
         if variant not in plan.variants:
             raise OutOfPlanError(
                 f"`{variant.program}` has no executable for {variant.tokens} tokens and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aot_lora.config import Config
+from aot_lora.config.tables import table_digest
 from aot_lora.plan import TargetSpec
 from aot_lora.programs.sources import source_digests
 from aot_lora.store.key import key_of
@@ -36,5 +37,8 @@ class WarmIdentity:
         target_parts = identity(target)
         sources = source_digests(config.plan, config=config.path, extra=config.user_sources)
         # One manifest serves a plan and what servers missed: it is the written plan's.
-        parts = {"plan": config.written_plan.digest(), **sources, **target_parts}
+        plan = {"plan": config.written_plan.digest()}
+        if table := table_digest(target):
+            plan["table of kernels"] = table
+        parts = {**plan, **sources, **target_parts}
         return cls(identity=key_of(parts), parts=parts, target_parts=target_parts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext
@@ -36,26 +37,37 @@ def run_all(
     Raises:
       AotLoraError: whatever concerns more than one variant, such as a full disk.
     """
-    with ProcessPool(
+    pool = ProcessPool(
         max_workers=workers,
         max_tasks=_VARIANTS_PER_WORKER,
         initializer=start,
         initargs=(job,),
         context=cast("Any", _Spawn()),
-    ) as pool:
-        try:
-            with _interrupts_held_back():
-                futures: dict[Any, Variant] = {pool.schedule(work, args=(v,)): v for v in variants}
-            for future in as_completed(futures):
-                try:
-                    yield future.result()
-                except ProgramError as error:
-                    yield error
-                except ProcessExpired as error:
-                    yield _died(futures[future], error)
-        except BaseException:
-            pool.stop()
-            raise
+    )
+    try:
+        with _interrupts_held_back():
+            futures: dict[Any, Variant] = {pool.schedule(work, args=(v,)): v for v in variants}
+        while not wait(futures, timeout=1, return_when=FIRST_COMPLETED).done:
+            if not pool.active:  # It tells only the futures that it has taken up by then.
+                raise BrokenProcessPool("all workers ended")
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except ProgramError as error:
+                yield error
+            except ProcessExpired as error:
+                yield _died(futures[future], error)
+        pool.close()
+    except BrokenProcessPool as error:
+        raise AotLoraError(
+            "the worker processes ended before they took any work",
+            found=str(error),
+            next_step="see above for what they said; what a Python start runs here, "
+            "such as sitecustomize, may end them",
+        ) from error
+    finally:
+        pool.stop()  # No pool's own `with`: its end waits for tasks that no worker will take.
+        pool.join()
 
 
 class _Spawn(SpawnContext):

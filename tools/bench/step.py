@@ -36,7 +36,11 @@ lora: {{modules: all-linear, ranks: [16], slots: [0, 8], max_adapters: 8}}
 tokens: {{budget: 2048, buckets: pow2}}
 programs: [{programs}]
 """
-_STEPS = ("mixed_step", "decode_step")
+_STEPS = {
+    "mixed_step": '{entry: "aot_lora.decoder:mixed_step"}',
+    # One row for each sequence is the most it is called with.
+    "decode_step": '{entry: "aot_lora.decoder:decode_step", max_tokens: 16}',
+}
 # model, topology, chips, the goal in seconds
 _CASES = {
     "8b-v6e-1x1": ("llama-3.1-8b", "v6e:1x1", 1, 60),
@@ -48,7 +52,7 @@ def compile_(options: argparse.Namespace) -> None:
     """A cold warmup of each case: all token buckets of the steps, with and without adapters."""
     for case in options.case or _CASES:
         model, topology, tp, goal = _CASES[case]
-        steps = ", ".join(f'{{entry: "aot_lora.decoder:{name}"}}' for name in options.step)
+        steps = ", ".join(_STEPS[name] for name in options.step)
         with tempfile.TemporaryDirectory(prefix="aot-lora-bench-") as name:
             config = Path(name) / f"{case}.yaml"
             text = _CONFIG.format(model=model, topology=topology, tp=tp, programs=steps)
@@ -101,7 +105,7 @@ def main() -> None:
     parts = parser.add_subparsers(required=True)
     part = parts.add_parser("compile")
     part.add_argument("--case", action="append", choices=_CASES, help="both unless given")
-    part.add_argument("--step", nargs="+", choices=_STEPS, default=_STEPS)
+    part.add_argument("--step", nargs="+", choices=_STEPS, default=[*_STEPS])
     part.set_defaults(run=compile_)
     part = parts.add_parser("serve")
     part.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")

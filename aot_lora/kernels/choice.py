@@ -1,0 +1,70 @@
+"""Which form serves a point: the fastest of those that were measured nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from math import log2
+
+from aot_lora.config.tables import Row, Table
+from aot_lora.kernels.forms import FORMS, PLAIN, Form, Sizes
+from aot_lora.kernels.lora_project.xla import Arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A form for a point.
+
+    Args:
+      form: which.
+      tuning: its block sizes and the like.
+      reason: why, for a person.
+    """
+
+    form: Form
+    tuning: Mapping[str, int] = field(default_factory=dict[str, int])
+    reason: str
+
+    def project(self) -> partial[Arrays]:
+        """The form's `project` with its tuning."""
+        return partial(self.form.project, **self.tuning)
+
+
+def choose(table: Table | None, sizes: Sizes, platform: str) -> Choice:
+    """The form for projections of these sizes.
+
+    Args:
+      table: of the target's hardware; without one it is `PLAIN`.
+      sizes: of the projections on one device.
+      platform: ``cpu``, ``cuda`` or ``tpu``.
+    """
+    if table is None or not table.rows:
+        return Choice(form=PLAIN, reason="no kernels were measured for this hardware")
+    row = min(table.rows, key=partial(_distance, sizes))
+    point = f"t{row.tokens}-l{row.lanes}-d{row.d}-o{row.o}"
+    why = ""
+    for name, us in _fastest_first(row):
+        form = FORMS[name]
+        refused = form.supports(sizes, platform)
+        if not refused:
+            measured = f"{us:.4g} us at {point}, the least of {len(row.us)}"
+            return Choice(form=form, tuning=row.tuning.get(name, {}), reason=measured + why)
+        why += f"; not {name}: {refused}"
+    return Choice(form=PLAIN, reason=f"none that was measured at {point} serves it{why}")
+
+
+def _fastest_first(row: Row) -> Iterator[tuple[str, float]]:
+    known = [(name, us) for name, us in row.us.items() if name in FORMS]
+    yield from sorted(known, key=lambda pair: pair[1])
+
+
+def _distance(sizes: Sizes, row: Row) -> float:
+    """How far a row is: factors of two, summed over the sizes."""
+    pairs = (
+        (sizes.tokens, row.tokens),
+        (sizes.lanes, row.lanes),
+        (sizes.d, row.d),
+        (sum(sizes.o), row.o),
+    )
+    return sum(abs(log2(one) - log2(other)) for one, other in pairs)

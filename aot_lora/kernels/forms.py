@@ -1,0 +1,77 @@
+"""The forms of lora_project: every way to add adapters to projections, by name.
+
+A form is chosen for each point of a plan; see `choice`. One entry in `FORMS` registers one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from aot_lora.kernels.blocks import Layer
+from aot_lora.kernels.lora_project import baselines, xla
+from aot_lora.kernels.lora_project.xla import Arrays, Banks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Static sizes of projections that read the same rows, on one device.
+
+    Args:
+      tokens: rows T.
+      lanes: lanes L of the batch.
+      d: inputs D.
+      o: outputs O of each projection.
+      quantum: lanes of a block.
+      most: blocks of the largest adapter there may be.
+      dtype: of weights, banks and rows.
+    """
+
+    tokens: int
+    lanes: int
+    d: int
+    o: tuple[int, ...]
+    quantum: int
+    most: int
+    dtype: str
+
+
+def _anything(sizes: Sizes, platform: str) -> str:
+    del sizes, platform
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One way to compute x @ W and each row's adapter on top.
+
+    Args:
+      name: what tables and plans call it.
+      prepare: (batch, quantum=, most=) -> what `project` needs of the batch; once a batch.
+      project: (x, weights, banks, layer, prepared, **tuning) -> outputs; see `xla.laned`.
+      supports: (sizes, platform) -> why it cannot serve them; empty where it can.
+    """
+
+    name: str
+    prepare: Callable[..., Any]
+    project: Callable[..., Arrays]
+    supports: Callable[[Sizes, str], str] = _anything
+
+
+FORMS: dict[str, Form] = {
+    form.name: form
+    for form in (
+        Form(name="laned", prepare=xla.prepare, project=xla.laned),
+        Form(name="one_hot", prepare=baselines.prepare_rows, project=baselines.one_hot),
+        Form(name="gather", prepare=baselines.prepare_rows, project=baselines.gather),
+        Form(name="ragged", prepare=baselines.prepare_sorted, project=baselines.ragged),
+    )
+}
+PLAIN = FORMS["laned"]
+"""The form for points that no measurement names."""
+
+Project = Callable[[jax.Array, Arrays, Banks, Layer], Arrays]
+"""A form at one point, with its batch: (x, weights, banks, layer) -> outputs."""

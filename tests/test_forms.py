@@ -1,0 +1,237 @@
+"""Every form of lora_project against float32 numpy, and which one is chosen for a point."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from aot_lora import errors
+from aot_lora.config import tables
+from aot_lora.kernels.batch import Batch
+from aot_lora.kernels.blocks import NOBODY
+from aot_lora.kernels.choice import choose
+from aot_lora.kernels.forms import FORMS, PLAIN, Form, Sizes
+from aot_lora.kernels.lora_project.cases import CASES
+from aot_lora.kernels.lora_project.reference import lora_project
+from aot_lora.kernels.reference import tolerance
+from aot_lora.plan import TargetSpec
+
+QUANTUM, LAYERS, LAYER = 8, 2, 1
+
+
+class Served(NamedTuple):
+    """A batch with everything that a form is given."""
+
+    x: np.ndarray
+    weights: tuple[np.ndarray, ...]
+    banks: tuple[tuple[np.ndarray, np.ndarray], ...]
+    blocks: np.ndarray
+    owners: np.ndarray
+    slots: np.ndarray
+    most: int
+
+    def batch(self) -> Batch:
+        return Batch(*map(jnp.asarray, (self.blocks, self.owners, self.slots)))
+
+    def sizes(self) -> Sizes:
+        return Sizes(
+            tokens=len(self.x),
+            lanes=len(self.blocks) * QUANTUM,
+            d=self.x.shape[1],
+            o=tuple(weight.shape[1] for weight in self.weights),
+            quantum=QUANTUM,
+            most=self.most,
+            dtype=self.x.dtype.name,
+        )
+
+
+def served(
+    tokens: int,
+    ranks: Sequence[int],
+    d: int,
+    outputs: Sequence[int],
+    *,
+    slots: Sequence[int] | None = None,
+    lanes: int = 0,
+    dtype: str = "float32",
+) -> Served:
+    """Adapters of `ranks` in slots 0, 1, ... of banks with free blocks between; random rows."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5).astype(jnp.dtype(dtype))
+
+    counts = [-(-rank // QUANTUM) for rank in ranks]
+    resident = 2 * sum(counts) + 2
+    free = iter(rng.permutation(np.arange(1, resident)))
+    own = [[int(next(free)) for _ in range(count)] for count in counts]
+    banks = tuple(
+        (normal(LAYERS, resident, QUANTUM, d), normal(LAYERS, resident, QUANTUM, o))
+        for o in outputs
+    )
+    for a_bank, b_bank in banks:
+        a_bank[:, 0], b_bank[:, 0] = 0, 0
+        for found, rank in zip(own, ranks, strict=True):
+            if rank % QUANTUM:  # Lanes past the rank are zero, as `bank_write` leaves them.
+                a_bank[:, found[-1], rank % QUANTUM :] = 0
+                b_bank[:, found[-1], rank % QUANTUM :] = 0
+    blocks = [block for found in own for block in found]
+    owners = [slot for slot, found in enumerate(own) for _ in found]
+    padding = max(lanes // QUANTUM - len(blocks), 0)
+    rows = rng.integers(-1, max(len(ranks), 1), tokens) if slots is None else np.asarray(slots)
+    return Served(
+        x=(rng.standard_normal((tokens, d), np.float32)).astype(jnp.dtype(dtype)),
+        weights=tuple(normal(d, o) for o in outputs),
+        banks=banks,
+        blocks=np.array(blocks + [0] * padding, np.int32),
+        owners=np.array(owners + [NOBODY] * padding, np.int32),
+        slots=rows.astype(np.int32),
+        most=max(counts, default=1),
+    )
+
+
+def run(form: Form, given: Served) -> tuple[np.ndarray, ...]:
+    """One jitted step: the batch worked out, then the projections."""
+
+    def step(batch: Batch, x: Any, weights: Any, banks: Any, layer: Any) -> Any:
+        prepared = form.prepare(batch, quantum=QUANTUM, most=given.most)
+        return form.project(x, weights, banks, layer, prepared)
+
+    found = jax.jit(step)(given.batch(), given.x, given.weights, given.banks, np.int32(LAYER))
+    return tuple(np.asarray(one) for one in found)
+
+
+def assert_right(form: Form, given: Served) -> None:
+    """Close to the definition; and rows without an adapter are bit for bit the base."""
+    if reason := form.supports(given.sizes(), "cpu"):
+        pytest.skip(reason)
+    expected = lora_project(
+        given.x, given.weights, given.banks, LAYER, given.blocks, given.owners, given.slots
+    )
+    base = jax.jit(lambda x, weights: tuple(x @ weight for weight in weights))(
+        given.x, given.weights
+    )
+    for found, right, plain in zip(run(form, given), expected, base, strict=True):
+        assert (found.shape, found.dtype) == (right.shape, given.x.dtype)
+        error = np.linalg.norm(found.astype(np.float32) - right)
+        limit = tolerance(given.x.dtype.name, reduction=given.x.shape[1])
+        assert error <= 2 * limit * np.linalg.norm(right)
+        bare = given.slots == -1
+        assert found[bare].tobytes() == np.asarray(plain)[bare].tobytes()
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return FORMS[request.param]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_a_form_is_the_reference(form: Form, case: Any, dtype: str) -> None:
+    tokens, ranks, d, outputs = case
+    if form.name == "gather" and d > 1000:
+        tokens = 4  # It makes a copy of its adapter for each row.
+    assert_right(form, served(tokens, ranks, d, outputs, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(served(1, (8,), 64, (64,), slots=[0]), id="one row"),
+        pytest.param(served(4, (8,), 64, (64,), slots=[-1] * 4), id="no row has an adapter"),
+        pytest.param(served(4, (), 64, (64,), slots=[-1] * 4, lanes=16), id="no adapter at all"),
+        pytest.param(served(8, (8, 16), 64, (64,), slots=[0] * 8), id="one adapter is not used"),
+        pytest.param(served(8, (5, 128, 17), 64, (96,)), id="ranks of no whole quantum"),
+        pytest.param(served(8, (8, 16), 64, (64,), lanes=128), id="many padding lanes"),
+        pytest.param(served(6, (8, 16), 72, (40, 24)), id="widths of no power of two"),
+        pytest.param(
+            served(8, (8, 8), 64, (64,), slots=[0, 1, 7, 9, -1, 0, 7, 1]),
+            id="slots that own nothing",
+        ),
+    ],
+)
+def test_a_form_bears_what_is_odd(form: Form, given: Served) -> None:
+    assert_right(form, given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_in_an_inactive_adapter_stays_there(form: Form, dtype: str) -> None:
+    given = served(8, (8, 16), 64, (64,), dtype=dtype)
+    clean = run(form, given)
+    for pair in given.banks:
+        for bank in pair:
+            inactive = [n for n in range(1, bank.shape[1]) if n not in given.blocks]
+            bank[:, inactive] = np.nan
+    leaked = any(np.isnan(one.astype(np.float32)).any() for one in run(form, given))
+
+    assert leaked == (form.name == "one_hot")  # Dense in what is resident: adapters must be finite.
+    if not leaked:
+        assert [one.tobytes() for one in run(form, given)] == [one.tobytes() for one in clean]
+
+
+# --- Which one ----------------------------------------------------------------------------------
+
+
+SIZES = Sizes(tokens=16, lanes=128, d=4096, o=(4096,), quantum=16, most=1, dtype="bfloat16")
+
+
+def table(*rows: dict[str, Any]) -> tables.Table:
+    whole = {"hardware": "h200", "source": "a test", "rows": rows}
+    return tables.Table.model_validate_json(json.dumps(whole), strict=False)
+
+
+def row(tokens: int, **us: float) -> dict[str, Any]:
+    return {"tokens": tokens, "lanes": 128, "d": 4096, "o": 4096, "us": us}
+
+
+def test_the_fastest_at_the_nearest_point_is_chosen() -> None:
+    found = choose(table(row(16, laned=9.0, gather=3.0), row(4096, laned=1.0)), SIZES, "cuda")
+
+    assert found.form is FORMS["gather"]
+    assert found.reason == "3 us at t16-l128-d4096-o4096, the least of 2"
+
+
+def test_a_form_that_cannot_serve_a_point_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Form(
+        name="narrow", prepare=PLAIN.prepare, project=PLAIN.project, supports=lambda *_: "D is odd"
+    )
+    monkeypatch.setitem(FORMS, "narrow", narrow)
+    found = choose(table(row(16, narrow=1.0, ragged=2.0)), SIZES, "cuda")
+
+    assert found.form is FORMS["ragged"]
+    assert found.reason.endswith("the least of 2; not narrow: D is odd")
+
+
+def test_tuning_comes_from_the_table() -> None:
+    found = choose(table({**row(16, laned=1.0), "tuning": {"laned": {"block": 64}}}), SIZES, "cuda")
+
+    assert found.tuning == {"block": 64}
+    assert found.project().keywords == {"block": 64}
+
+
+@pytest.mark.parametrize("measured", [None, table(), table(row(16, of_another_version=1.0))])
+def test_without_a_measurement_it_is_plain_xla(measured: tables.Table | None) -> None:
+    assert choose(measured, SIZES, "cuda").form is PLAIN
+
+
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "h200.kernels.json"
+    path.write_text('{"hardware": "h200", "source": "", "rows": [{"tokens": 1}]}')
+
+    with pytest.raises(errors.ConfigError, match=r"kernels.json.*damaged\n  found: rows.0.lanes"):
+        tables.read_table(path)
+
+
+def test_tables_in_the_tree_can_be_read() -> None:
+    for path in (tables.presets.presets_root() / "devices").glob("*.kernels.json"):
+        found = tables.read_table(path)
+        assert found.hardware == path.name.partition(".")[0]
+        assert {name for row in found.rows for name in row.us} <= set(FORMS)
+        target = TargetSpec(platform="cuda", topology=found.hardware)
+        assert tables.table_of(target) is found
+        assert len(tables.table_digest(target)) == 64
