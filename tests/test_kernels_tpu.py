@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from aot_lora.kernels import batch as kernel_batch
 from aot_lora.kernels.blocks import NOBODY
+from aot_lora.kernels.forms import FORMS, Sizes
 from aot_lora.kernels.lora_expand import pallas_tpu as expand
 from aot_lora.kernels.lora_expand import reference as expand_reference
 from aot_lora.kernels.lora_fused import cases as fused_cases
 from aot_lora.kernels.lora_fused import pallas_tpu as fused
 from aot_lora.kernels.lora_fused import reference as fused_reference
 from aot_lora.kernels.lora_fused import xla as fused_xla
+from aot_lora.kernels.lora_project.reference import lora_project
 from aot_lora.kernels.lora_segments import cases as segments_cases
 from aot_lora.kernels.lora_segments import pallas_tpu as segmented
 from aot_lora.kernels.lora_segments import reference as segments_reference
@@ -259,6 +263,46 @@ def test_fused_in_blocks_leaves_rows_without_an_adapter_to_the_base() -> None:
     args = (batch.x, w, h, batch.b_bank, *rest)
     assert close(found, fused_reference.lora_fused(*args), reduction=640)
     assert same_bits(found[batch.slots < 0], base[batch.slots < 0])
+
+
+# --- As forms of lora_project ---------------------------------------------------------------------
+
+TUNING = {
+    "tpu_laned": {"shrink_t": 16, "shrink_d": 128, "expand_t": 16, "expand_o": 200},
+    "tpu_segments": {"segments_o": 128},
+    "tpu_fused": {"shrink_t": 16, "fused_t": 16, "fused_d": 128, "fused_o": 128},
+}
+
+
+@pytest.mark.parametrize(("tuned", "dtype"), [(False, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize("name", TUNING)
+def test_a_form_is_the_reference(name: str, tuned: bool, dtype: str) -> None:
+    """Two projections of one batch, as of a layer's site."""
+    given = Batch(MIXED, [*range(5), -1, 17, 4] * 4, d=256, o=256, lanes=256, dtype=dtype)
+    banks = ((given.a_bank, given.b_bank), (given.bank(64, 256), given.bank(64, 384)))
+    weights = (given.normal(256, 256), given.normal(256, 384))
+    form, tuning = FORMS[name], TUNING[name] if tuned else {}
+
+    def run(batch: Any, x: Any, weights: Any, banks: Any) -> Any:
+        prepared = form.prepare(batch, quantum=QUANTUM, most=16)
+        return form.project(x, weights, banks, LAYER, prepared, **tuning)
+
+    batch = kernel_batch.Batch(*map(jnp.asarray, (given.blocks, given.owners, given.slots)))
+    found = jax.jit(run)(batch, given.x, weights, banks)
+    expected = lora_project(given.x, weights, banks, 1, given.blocks, given.owners, given.slots)
+    for one, right in zip(found, expected, strict=True):
+        assert close(one, right, reduction=2 * 512)
+
+
+@pytest.mark.parametrize("name", TUNING)
+def test_a_form_says_what_it_cannot_serve(name: str) -> None:
+    sizes = Sizes(tokens=16, lanes=128, d=4096, o=(4096, 1024), quantum=8, most=1, dtype="bfloat16")
+    supports = FORMS[name].supports
+
+    assert supports(sizes, "tpu") == ""
+    assert supports(sizes, "cpu") == "it is a kernel for TPUs"
+    narrow = replace(sizes, o=(4096, 1000))
+    assert supports(narrow, "tpu").endswith("1000 are not multiples of 128")
 
 
 # --- What the kernels refuse --------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from aot_lora.kernels.blocks import Layer
-from aot_lora.kernels.lora_project import baselines, xla
+from aot_lora.kernels.lora_project import baselines, pallas_tpu, xla
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
 
 
@@ -68,6 +68,24 @@ FORMS: dict[str, Form] = {
         Form(name="one_hot", prepare=baselines.prepare_rows, project=baselines.one_hot),
         Form(name="gather", prepare=baselines.prepare_rows, project=baselines.gather),
         Form(name="ragged", prepare=baselines.prepare_sorted, project=baselines.ragged),
+        Form(
+            name="tpu_laned",
+            prepare=pallas_tpu.prepare,
+            project=pallas_tpu.laned,
+            supports=pallas_tpu.supports_laned,
+        ),
+        Form(
+            name="tpu_segments",
+            prepare=pallas_tpu.prepare_segments,
+            project=pallas_tpu.segmented,
+            supports=pallas_tpu.supports_segments,
+        ),
+        Form(
+            name="tpu_fused",
+            prepare=pallas_tpu.prepare,
+            project=pallas_tpu.fused,
+            supports=pallas_tpu.supports_fused,
+        ),
     )
 }
 PLAIN = FORMS["laned"]

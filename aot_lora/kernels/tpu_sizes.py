@@ -19,6 +19,21 @@ def divisor(size: int, most: int, multiple: int = 128) -> int:
     return size
 
 
+def fitted(caps: dict[str, int], tokens: int, d: int, o: int) -> dict[str, int]:
+    """Block sizes at most those of a point nearby, that divide the sizes at hand.
+
+    Args:
+      caps: block_t, block_d and block_o, any of them.
+      tokens, d, o: T, D and O.
+    """
+    whole = {"block_t": (tokens, 16), "block_d": (d, 128), "block_o": (o, 128)}
+    return {
+        name: size if size <= cap else divisor(size, cap, unit)
+        for name, cap in caps.items()
+        for size, unit in [whole[name]]
+    }
+
+
 def lane_unit(quantum: int) -> int:
     """Lanes that are whole bank blocks and whole registers."""
     return math.lcm(128, quantum)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from aot_lora.kernels.blocks import Layer
+from aot_lora.kernels.blocks import Layer, lane_owners
 
 Scalar = Any
 """An int32 scalar of a kernel, or a Python integer."""
@@ -124,8 +124,25 @@ def scalar(layer: Layer) -> jax.Array:
     return jnp.asarray(layer, jnp.int32).reshape(1)
 
 
+class Mask(NamedTuple):
+    """Lane owners against token slots, as kernels read them; made once for a batch.
+
+    Args:
+      owners: [1, L] int32, the slot that owns each lane: lanes of a block lie on lanes.
+      slots: [T, 1] int32, each row's slot: rows of a block lie on sublanes.
+    """
+
+    owners: jax.Array
+    slots: jax.Array
+
+
+def mask_of(owners: jax.Array, slots: jax.Array, quantum: int) -> Mask:
+    """The mask of a batch's `owners` [L / quantum] and `slots` [T]."""
+    return Mask(lane_owners(owners, quantum)[None], column(slots))
+
+
 def column(values: jax.Array) -> jax.Array:
-    """[T] as [T, 1], so that rows of a block lie on sublanes."""
+    """[T] as [T, 1]."""
     return lax.broadcast_in_dim(values, (values.shape[0], 1), (0,))
 
 

@@ -196,7 +196,7 @@ def _serve() -> None:
             text = compiled.as_text()
             answer = {"cycles": estimated_cycles(text)}
             if os.environ.get("SHOW"):
-                answer["show"] = [l for l in text.splitlines() if _CYCLES.search(l)]
+                answer["show"] = [line for line in text.splitlines() if _CYCLES.search(line)]
         except Exception as error:  # Whatever the compiler refuses, the others are still costed.
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         sys.stdout.write(json.dumps(answer) + "\n")

@@ -48,7 +48,7 @@ def lora_expand(
     Returns:
       [T, O] in the dtype of `base`; the sum is taken in float32.
     """
-    return _expand(base, h, b_bank, layer, blocks, slots, sizes)
+    return masked_expand(base, h, b_bank, layer, blocks, column(slots), **sizes)
 
 
 def lora_expand_single(
@@ -60,7 +60,7 @@ def lora_expand_single(
     **sizes: int,
 ) -> jax.Array:
     """As `xla.lora_expand_single`: the same kernel without a mask; `sizes` as above."""
-    return _expand(base, h, b_bank, layer, blocks, None, sizes)
+    return masked_expand(base, h, b_bank, layer, blocks, None, **sizes)
 
 
 def supports(tokens: int, lanes: int, o: int, quantum: int, itemsize: int, **sizes: int) -> str:
@@ -79,15 +79,16 @@ def _vmem(size: dict[str, int], itemsize: int) -> int:
     )
 
 
-def _expand(
+def masked_expand(
     base: jax.Array,
     h: jax.Array,
     b_bank: jax.Array,
     layer: Layer,
     blocks: jax.Array,
     slots: jax.Array | None,
-    sizes: dict[str, int],
+    **sizes: int,
 ) -> jax.Array:
+    """`lora_expand` with slots [T, 1] as in a `Mask`, or without; args as there."""
     (tokens, o), lanes, quantum = base.shape, h.shape[1], b_bank.shape[2]
     size = expand_sizes(tokens, lanes, o, quantum, base.dtype.itemsize) | sizes
     block_t, block_l, block_o = size["block_t"], size["block_l"], size["block_o"]
@@ -101,7 +102,7 @@ def _expand(
         out_spec,
     ]
     if slots is not None:
-        operands += [column(slots)]
+        operands += [slots]
         in_specs += [pl.BlockSpec((block_t, 1), lambda i, t, k, *_: (t, 0))]
     return pl.pallas_call(
         partial(_kernel, grid=grid, masked=slots is not None),

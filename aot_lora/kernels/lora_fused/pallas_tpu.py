@@ -34,6 +34,20 @@ def lora_fused(
     Returns:
       [T, O] in the dtype of `x`; the sum is taken in float32.
     """
+    return masked_fused(x, w, h, b_bank, layer, blocks, column(slots), **sizes)
+
+
+def masked_fused(
+    x: jax.Array,
+    w: jax.Array,
+    h: jax.Array,
+    b_bank: jax.Array,
+    layer: Layer,
+    blocks: jax.Array,
+    slots: jax.Array,
+    **sizes: int,
+) -> jax.Array:
+    """`lora_fused` with slots [T, 1] as in a `Mask`; args as there."""
     (tokens, d), o, (lanes, quantum) = x.shape, w.shape[1], (h.shape[1], b_bank.shape[2])
     itemsize = x.dtype.itemsize
     size = fused_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
@@ -61,7 +75,7 @@ def lora_fused(
         out_shape=jax.ShapeDtypeStruct((tokens, o), x.dtype),
         compiler_params=params(fused_vmem_bytes(size, lanes, itemsize), 3),
         name="lora_fused",
-    )(scalar(layer), blocks, b_bank, x, w, h, column(slots))
+    )(scalar(layer), blocks, b_bank, x, w, h, slots)
 
 
 def supports(

@@ -47,16 +47,21 @@ def lora_segments(
     Returns:
       [T, O] in the dtype of `base`; sums are taken in float32.
     """
-    return _segments(base, x, a_bank, b_bank, layer, batch, slots, sizes, tiles=None)
+    lanes = listed_lanes(batch, a_bank.shape[2])
+    return masked_segments(base, x, a_bank, b_bank, layer, batch, lanes, column(slots), **sizes)
+
+
+def listed_lanes(batch: Segments, quantum: int) -> jax.Array:
+    """The owner of each lane of each block of tokens: [T / block_t, L]; once for a batch."""
+    return jax.vmap(partial(lane_owners, quantum=quantum))(batch.owners)
 
 
 def static_twin(*args: Any, tiles: int, **sizes: int) -> jax.Array:
-    """`lora_segments` that walks `tiles` tiles in each block of tokens, to be costed, not run.
+    """`masked_segments` that walks `tiles` tiles in each block of tokens, to be costed, not run.
 
     The compiler's static profile takes scalars as 0 and would count no tile at all.
     """
-    base, x, a_bank, b_bank, layer, batch, slots = args
-    return _segments(base, x, a_bank, b_bank, layer, batch, slots, sizes, tiles=tiles)
+    return masked_segments(*args, tiles=tiles, **sizes)
 
 
 def supports(
@@ -71,18 +76,20 @@ def supports(
     return over_vmem(segments_vmem_bytes(size, lanes, d, itemsize))
 
 
-def _segments(
+def masked_segments(
     base: jax.Array,
     x: jax.Array,
     a_bank: jax.Array,
     b_bank: jax.Array,
     layer: Layer,
     batch: Segments,
+    owners: jax.Array,
     slots: jax.Array,
-    sizes: dict[str, int],
     *,
-    tiles: int | None,
+    tiles: int | None = None,
+    **sizes: int,
 ) -> jax.Array:
+    """`lora_segments` with `listed_lanes` and slots [T, 1] made before; args as there."""
     (tokens, o), d, quantum = base.shape, x.shape[1], a_bank.shape[2]
     token_blocks, listed = batch.blocks.shape
     lanes, block_t, itemsize = listed * quantum, tokens // token_blocks, x.dtype.itemsize
@@ -91,7 +98,6 @@ def _segments(
     in_tile, grid = block_l // quantum, (token_blocks, o // block_o)
 
     out_spec = pl.BlockSpec((block_t, block_o), lambda t, i, *_: (t, i))
-    owners = jax.vmap(partial(lane_owners, quantum=quantum))(batch.owners)
     return pl.pallas_call(
         partial(_kernel, grid=grid, listed=listed, in_tile=in_tile, tiles=tiles),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -125,7 +131,7 @@ def _segments(
         b_bank,
         x,
         owners.reshape(token_blocks, -1, 1, block_l),
-        column(slots),
+        slots,
         base,
     )
 
@@ -199,9 +205,7 @@ def _kernel(
     def _() -> None:
         a.start(first(following, 0), 0, 0)
 
-    acc[...] = jnp.zeros_like(acc)
-
-    def expand(tile: Any, _: Any) -> None:
+    def delta(tile: Any) -> jax.Array:
         place = lax.bitwise_and(i * count + tile, 1)
         end = tile + 1 == count
 
@@ -210,9 +214,24 @@ def _kernel(
             b.start(first(t, jnp.where(end, 0, tile + 1)), jnp.where(end, i + 1, i), 1 - place)
 
         b.wait(place)
-        acc[...] += lax.dot_general(
-            h[tile], b_tile[place], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        return jnp.dot(h[tile], b_tile[place], preferred_element_type=jnp.float32)
 
-    lax.fori_loop(0, count, expand, None)
-    add_to_base(out, base, slots, acc[...])
+    finish = partial(add_to_base, out, base, slots)
+
+    @pl.when(count == 0)
+    def _() -> None:
+        out[...] = base[...]
+
+    @pl.when(count == 1)  # Most blocks of tokens in runs: the sum need not be kept.
+    def _() -> None:
+        finish(delta(0))
+
+    @pl.when(count > 1)
+    def _() -> None:
+        acc[...] = delta(0)
+
+        def add(tile: Any, _: Any) -> None:
+            acc[...] += delta(tile)
+
+        lax.fori_loop(1, count - 1, add, None)
+        finish(acc[...] + delta(count - 1))

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from aot_lora.kernels.blocks import Layer, lane_owners
+from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.tpu_sizes import (
     lane_unit,
     matmul_vmem_bytes,
@@ -21,9 +21,10 @@ from aot_lora.kernels.tpu_sizes import (
 )
 from aot_lora.kernels.tpu_stream import (
     Gather,
-    column,
+    Mask,
     fresh,
     gather_scratch,
+    mask_of,
     params,
     present,
     scalar,
@@ -48,14 +49,15 @@ def lora_shrink(
     Returns:
       [T, L] in the dtype of `x`, accumulated in float32.
     """
-    return _shrink(x, a_bank, layer, blocks, (owners, slots), sizes)
+    mask = mask_of(owners, slots, a_bank.shape[2])
+    return masked_shrink(x, a_bank, layer, blocks, mask, **sizes)
 
 
 def lora_shrink_single(
     x: jax.Array, a_bank: jax.Array, layer: Layer, blocks: jax.Array, **sizes: int
 ) -> jax.Array:
     """As `xla.lora_shrink_single`: the same kernel without a mask; `sizes` as above."""
-    return _shrink(x, a_bank, layer, blocks, None, sizes)
+    return masked_shrink(x, a_bank, layer, blocks, None, **sizes)
 
 
 def supports(tokens: int, lanes: int, d: int, quantum: int, itemsize: int, **sizes: int) -> str:
@@ -74,14 +76,15 @@ def _vmem(size: dict[str, int], itemsize: int) -> int:
     )
 
 
-def _shrink(
+def masked_shrink(
     x: jax.Array,
     a_bank: jax.Array,
     layer: Layer,
     blocks: jax.Array,
-    mask: tuple[jax.Array, jax.Array] | None,
-    sizes: dict[str, int],
+    mask: Mask | None,
+    **sizes: int,
 ) -> jax.Array:
+    """`lora_shrink` with a mask made before, or without one; args as there."""
     (tokens, d), quantum = x.shape, a_bank.shape[2]
     lanes = blocks.shape[0] * quantum
     size = shrink_sizes(tokens, lanes, d, quantum, x.dtype.itemsize) | sizes
@@ -94,8 +97,7 @@ def _shrink(
         pl.BlockSpec((block_t, block_d), lambda i, t, k, *_: (t, k)),
     ]
     if mask is not None:
-        owners, slots = mask
-        operands += [lane_owners(owners, quantum)[None], column(slots)]
+        operands += [mask.owners, mask.slots]
         in_specs += [
             pl.BlockSpec((1, block_l), lambda i, t, k, *_: (0, i)),
             pl.BlockSpec((block_t, 1), lambda i, t, k, *_: (t, 0)),
