@@ -92,10 +92,9 @@ def segments_sizes(
     tokens: int, lanes: int, d: int, o: int, quantum: int, itemsize: int
 ) -> dict[str, int]:
     """Defaults of `lora_segments`: block_t, block_l, block_o."""
-    block_l = lanes_in_tile(lanes, quantum, 256)
-    most = max(128, 2 * CHUNK_BYTES // (block_l * itemsize))
+    block_l = lanes_in_tile(lanes, quantum, 128)  # One register: what is not needed is not read.
     block_t = tokens if tokens <= 256 else divisor(tokens, 256, 16)
-    return {"block_t": block_t, "block_l": block_l, "block_o": divisor(o, min(2048, most))}
+    return {"block_t": block_t, "block_l": block_l, "block_o": divisor(o, 4096)}
 
 
 def segments_vmem_bytes(size: dict[str, int], lanes: int, d: int, itemsize: int) -> int:
@@ -111,8 +110,10 @@ def fused_sizes(
 ) -> dict[str, int]:
     """Defaults of `lora_fused`: block_t, block_d, block_o."""
     block_t = tokens if tokens <= 512 else divisor(tokens, 512, 16)
+    if tokens <= 128:  # Bytes decide: whole rows of W.
+        return {"block_t": block_t, "block_d": divisor(d, 1024), "block_o": divisor(o, 4096)}
     most = 1024 if lanes <= 1024 else 512
-    return {"block_t": block_t, "block_d": divisor(d, 1024), "block_o": divisor(o, most)}
+    return {"block_t": block_t, "block_d": divisor(d, 2048), "block_o": divisor(o, most)}
 
 
 def fused_vmem_bytes(size: dict[str, int], lanes: int, itemsize: int) -> int:
