@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 VMEM_BYTES = 100 << 20
-"""What a kernel may use. v5e and v6e have 128 MiB, v5p 96 and tpu7x 64, v4 16 (jax's `TpuInfo`)."""
+"""What a kernel may use. v5e and v6e have 128 MiB, v5p and tpu7x 64, v4 16 (jax's `TpuInfo`)."""
 
 CHUNK_BYTES = 1 << 20
 """A copy ahead of the matmul: long enough to hide a grid step (0.35 us is 0.6 MB on a v6e)."""
