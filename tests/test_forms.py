@@ -15,10 +15,11 @@ from aot_lora.config import tables
 from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import NOBODY
 from aot_lora.kernels.choice import choose
-from aot_lora.kernels.forms import FORMS, PLAIN, Form, Sizes
+from aot_lora.kernels.forms import FORMS, PLAIN, Form
 from aot_lora.kernels.lora_project.cases import CASES
 from aot_lora.kernels.lora_project.reference import lora_project
 from aot_lora.kernels.reference import tolerance
+from aot_lora.kernels.sizes import Sizes
 from aot_lora.plan import TargetSpec
 
 QUANTUM, LAYERS, LAYER = 8, 2, 1

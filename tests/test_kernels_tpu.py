@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora.kernels import batch as kernel_batch
 from aot_lora.kernels.blocks import NOBODY
-from aot_lora.kernels.forms import FORMS, Sizes
+from aot_lora.kernels.forms import FORMS
 from aot_lora.kernels.lora_expand import pallas_tpu as expand
 from aot_lora.kernels.lora_expand import reference as expand_reference
 from aot_lora.kernels.lora_fused import cases as fused_cases
@@ -38,6 +38,7 @@ from aot_lora.kernels.lora_segments.segments import segments
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
 from aot_lora.kernels.lora_shrink import reference as shrink_reference
 from aot_lora.kernels.reference import tolerance
+from aot_lora.kernels.sizes import Sizes
 from aot_lora.plan import TargetSpec
 from aot_lora.targets.environment import worker_environment
 

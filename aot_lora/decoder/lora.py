@@ -11,7 +11,8 @@ from aot_lora.config.tables import Table
 from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.choice import Choice, choose
-from aot_lora.kernels.forms import PLAIN, Sizes
+from aot_lora.kernels.forms import PLAIN
+from aot_lora.kernels.sizes import Sizes
 from aot_lora.plan import HEAD_MODULE
 
 Site = tuple[str, ...]

@@ -8,8 +8,9 @@ from functools import partial
 from math import log2
 
 from aot_lora.config.tables import Row, Table
-from aot_lora.kernels.forms import FORMS, PLAIN, Form, Sizes
+from aot_lora.kernels.forms import FORMS, PLAIN, Form
 from aot_lora.kernels.lora_project.xla import Arrays
+from aot_lora.kernels.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,31 +12,10 @@ from typing import Any
 import jax
 
 from aot_lora.kernels.blocks import Layer
-from aot_lora.kernels.lora_project import baselines, pallas_tpu, xla
+from aot_lora.kernels.lora_project import baselines, mosaic_gpu, pallas_gpu, pallas_tpu, xla
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Static sizes of projections that read the same rows, on one device.
-
-    Args:
-      tokens: rows T.
-      lanes: lanes L of the batch.
-      d: inputs D.
-      o: outputs O of each projection.
-      quantum: lanes of a block.
-      most: blocks of the largest adapter there may be.
-      dtype: of weights, banks and rows.
-    """
-
-    tokens: int
-    lanes: int
-    d: int
-    o: tuple[int, ...]
-    quantum: int
-    most: int
-    dtype: str
+from aot_lora.kernels.lora_shrink.pallas_gpu import prepare as prepare_lanes
+from aot_lora.kernels.sizes import Sizes
 
 
 def _anything(sizes: Sizes, platform: str) -> str:
@@ -85,6 +64,18 @@ FORMS: dict[str, Form] = {
             prepare=pallas_tpu.prepare,
             project=pallas_tpu.fused,
             supports=pallas_tpu.supports_fused,
+        ),
+        Form(
+            name="split_k",
+            prepare=prepare_lanes,
+            project=pallas_gpu.split_k,
+            supports=pallas_gpu.supports,
+        ),
+        Form(
+            name="extended",
+            prepare=prepare_lanes,
+            project=mosaic_gpu.extended,
+            supports=mosaic_gpu.supports,
         ),
     )
 }

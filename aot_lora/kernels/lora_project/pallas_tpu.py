@@ -18,6 +18,7 @@ from aot_lora.kernels.lora_project.xla import Arrays, Banks
 from aot_lora.kernels.lora_segments import pallas_tpu as segment
 from aot_lora.kernels.lora_segments.segments import Segments, segments
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
+from aot_lora.kernels.sizes import Sizes
 from aot_lora.kernels.tpu_sizes import fitted, segments_sizes
 from aot_lora.kernels.tpu_stream import Mask, column, mask_of
 
@@ -111,31 +112,31 @@ def segmented(
     )
 
 
-def supports_laned(sizes: Any, platform: str) -> str:
-    """Why `laned` cannot serve these `forms.Sizes`; empty where it can."""
+def supports_laned(sizes: Sizes, platform: str) -> str:
+    """Why `laned` cannot serve these sizes; empty where it can."""
     return _first(shrink.supports, (sizes.d,), sizes, platform) or _each(
         expand.supports, lambda o: (o,), sizes, platform
     )
 
 
-def supports_fused(sizes: Any, platform: str) -> str:
-    """Why `fused` cannot serve these `forms.Sizes`; empty where it can."""
+def supports_fused(sizes: Sizes, platform: str) -> str:
+    """Why `fused` cannot serve these sizes; empty where it can."""
     return _first(shrink.supports, (sizes.d,), sizes, platform) or _each(
         fuse.supports, lambda o: (sizes.d, o), sizes, platform
     )
 
 
-def supports_segments(sizes: Any, platform: str) -> str:
-    """Why `segmented` cannot serve these `forms.Sizes`; empty where it can."""
+def supports_segments(sizes: Sizes, platform: str) -> str:
+    """Why `segmented` cannot serve these sizes; empty where it can."""
     return _each(segment.supports, lambda o: (sizes.d, o), sizes, platform)
 
 
-def _each(supports: Any, widths: Any, sizes: Any, platform: str) -> str:
+def _each(supports: Any, widths: Any, sizes: Sizes, platform: str) -> str:
     reasons = (_first(supports, widths(o), sizes, platform) for o in sizes.o)
     return next(filter(None, reasons), "")
 
 
-def _first(supports: Any, widths: tuple[int, ...], sizes: Any, platform: str) -> str:
+def _first(supports: Any, widths: tuple[int, ...], sizes: Sizes, platform: str) -> str:
     if platform != "tpu":
         return "it is a kernel for TPUs"
     if any(width % 128 for width in widths):

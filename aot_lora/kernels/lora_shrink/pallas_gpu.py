@@ -1,0 +1,170 @@
+"""Shrinks of projections that read the same rows, on a GPU: one launch for all of them.
+
+Pallas through Triton, which JAX 0.11 deprecates for Mosaic GPU: Mosaic has no gather of rows into
+shared memory, and bank blocks are smaller than what it copies at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from aot_lora.kernels.batch import Batch
+from aot_lora.kernels.blocks import NOBODY, Layer
+
+GRANULE = 64
+"""Lanes that kernels take or leave as one: the K of four tensor core instructions."""
+
+GROUP = 128
+"""Rows that they take or leave a granule for: the M of a tile of a large matmul."""
+
+_SLICE = 16
+"""The fewest lanes of a tile of the shrink: the N of a tensor core instruction."""
+
+
+class Lanes(NamedTuple):
+    """What the kernels need of a batch, for all modules and layers; L padded to whole granules.
+
+    Args:
+      rows: [L] int32, where each lane lies in a layer of a bank seen as [blocks * quantum, width];
+        those that pad lie in block 0, which is zero.
+      owners: [L] int32, the slot that owns each lane.
+      slots: [T] int32.
+      used: [T / GROUP, L / 16] int32, 1 where a row of the group has one of 16 lanes.
+      granules: [T / GROUP, L / GRANULE] int32, 1 where it has one of a granule.
+      wanted: [T / GROUP, L / GRANULE] int32, of each group the granules that are used, first.
+      count: [T / GROUP] int32, how many they are.
+    """
+
+    rows: jax.Array
+    owners: jax.Array
+    slots: jax.Array
+    used: jax.Array
+    granules: jax.Array
+    wanted: jax.Array
+    count: jax.Array
+
+
+def prepare(batch: Batch, *, quantum: int, most: int) -> Lanes:
+    """Once a batch: where its lanes lie, and which rows need which of them."""
+    del most
+    lanes = batch.blocks.shape[0] * quantum
+    padding = (0, -lanes % GRANULE)
+    within = jnp.arange(lanes, dtype=jnp.int32) % quantum
+    rows = jnp.repeat(batch.blocks * quantum, quantum) + within
+    owners = jnp.pad(jnp.repeat(batch.owners, quantum), padding, constant_values=NOBODY)
+    slots = jnp.pad(batch.slots, (0, -batch.slots.shape[0] % GROUP), constant_values=-1)
+    own = slots.reshape(-1, GROUP)[:, :, None, None] == owners.reshape(-1, _SLICE)[None, None]
+    used = own.any(axis=(1, 3))
+    granules = used.reshape(used.shape[0], -1, GRANULE // _SLICE).any(axis=2)
+    wanted = jnp.argsort(~granules, axis=1, stable=True)
+    return Lanes(
+        rows=jnp.pad(rows, padding),
+        owners=owners,
+        slots=batch.slots,
+        used=used.astype(jnp.int32),
+        granules=granules.astype(jnp.int32),
+        wanted=wanted.astype(jnp.int32),
+        count=granules.sum(axis=1, dtype=jnp.int32),
+    )
+
+
+def lora_shrink(
+    x: jax.Array,
+    a_banks: tuple[jax.Array, ...],
+    layer: Layer,
+    lanes: Lanes,
+    *,
+    block_t: int = 64,
+    block_d: int = 128,
+    block_l: int = 16,
+    splits: int = 1,
+    warps: int = 4,
+    stages: int = 3,
+    interpret: bool = False,
+) -> jax.Array:
+    """Projects rows onto the lanes of their own adapters, for several modules at once.
+
+    Args:
+      x: [T, D]; T a multiple of `block_t`.
+      a_banks: [layers, blocks, quantum, D] of each of M modules.
+      layer: int32 scalar, which of the banks' layers.
+      lanes: from `prepare`.
+      block_t, block_d: rows and inputs of a tile; powers of two of at least 16.
+      block_l: lanes of a tile, 16 or `GRANULE`: few for small ranks, whose neighbours are others'.
+      splits: parts into which D is cut, so that few rows still keep the whole GPU busy ("split-K").
+      warps, stages: of Triton.
+      interpret: on the CPU, for tests.
+
+    Returns:
+      [splits, M, T, L], in float32 where they are partial sums; lanes of others are zero.
+      Granules that no row of a group uses are not computed, nor loaded, and hold anything.
+    """
+    tokens, d = x.shape
+    width, count = lanes.rows.shape[0], len(a_banks)
+    kernel = partial(_kernel, block_t=block_t, block_d=block_d, block_l=block_l, depth=d // splits)
+    used = lanes.used if block_l == _SLICE else lanes.granules
+    dtype = x.dtype if splits == 1 else jnp.float32
+    shape = jax.ShapeDtypeStruct((splits, count, tokens, width), dtype)
+    flat = [bank.reshape(-1, d) for bank in a_banks]
+    blocks, quantum = a_banks[0].shape[1:3]
+    first = jnp.asarray(layer, jnp.int32).reshape(1) * (blocks * quantum)
+    return pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        grid=(tokens // block_t, width // block_l, splits * count),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="lora_shrink",
+    )(first, lanes.rows, lanes.owners, lanes.slots, used, lanes.granules, x, *flat)
+
+
+def _kernel(
+    first: Any,
+    rows: Any,
+    owners: Any,
+    slots: Any,
+    used: Any,
+    granules: Any,
+    x: Any,
+    *refs: Any,
+    block_t: int,
+    block_d: int,
+    block_l: int,
+    depth: int,
+) -> None:
+    *banks, out = refs
+    row, lane, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    count = len(banks)
+    split, module = lax.div(part, count), lax.rem(part, count)
+    tokens, group = pl.ds(row * block_t, block_t), lax.div(row * block_t, GROUP)
+    columns = pl.ds(lane * block_l, block_l)
+    wanted = used[group, lane] > 0
+    read = granules[group, lax.div(lane * block_l, GRANULE)] > 0
+
+    for index, bank in enumerate(banks):
+
+        @pl.when(wanted & (module == index))
+        def _(index: int = index, bank: Any = bank) -> None:
+            places = first[0] + rows[columns]
+
+            def step(k: Any, total: jax.Array) -> jax.Array:
+                inputs = pl.ds(split * depth + k * block_d, block_d)
+                within = split * depth + k * block_d + jnp.arange(block_d, dtype=jnp.int32)
+                a = plgpu.load(bank.at[places[:, None], within[None, :]])
+                return total + plgpu.dot(x[tokens, inputs], a, trans_b=True)
+
+            zero = jnp.zeros((block_t, block_l), jnp.float32)
+            h = lax.fori_loop(0, depth // block_d, step, zero)
+            own = slots[tokens][:, None] == owners[columns][None, :]
+            out[split, index, tokens, columns] = jnp.where(own, h, 0.0).astype(out.dtype)
+
+        @pl.when(read & ~wanted & (module == index))
+        def _(index: int = index) -> None:
+            out[split, index, tokens, columns] = jnp.zeros((block_t, block_l), out.dtype)

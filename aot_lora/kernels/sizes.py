@@ -1,0 +1,28 @@
+"""Static sizes that kernels are asked about and chosen by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Static sizes of projections that read the same rows, on one device.
+
+    Args:
+      tokens: rows T.
+      lanes: lanes L of the batch.
+      d: inputs D.
+      o: outputs O of each projection.
+      quantum: lanes of a block.
+      most: blocks of the largest adapter there may be.
+      dtype: of weights, banks and rows.
+    """
+
+    tokens: int
+    lanes: int
+    d: int
+    o: tuple[int, ...]
+    quantum: int
+    most: int
+    dtype: str
