@@ -234,6 +234,22 @@ def test_segments_read_no_block_of_an_adapter_absent_from_the_tokens() -> None:
     assert np.isnan(found[batch.slots == 4]).all()
 
 
+def test_segments_copy_no_block_of_an_adapter_absent_from_the_tokens() -> None:
+    """Adapter 4's blocks lie outside of the banks: interpret mode refuses to copy them."""
+    without = Batch(MIXED, [slot for slot in RUNS if slot != 4], d=128, lanes=256)
+    clean = run_segments(segmented, without, 20)
+    without.blocks[without.owners == 4] = 10_000
+
+    assert same_bits(run_segments(segmented, without, 20), clean)
+    with_it = Batch(MIXED, [0] * 20 + [4] * 20, lanes=256)
+    with_it.blocks[with_it.owners == 4] = 10_000
+    reading = pltpu.InterpretParams(out_of_bounds_reads="uninitialized")
+    with pltpu.force_tpu_interpret_mode(reading):  # An error would stay in the process.
+        found = run_segments(segmented, with_it, 20)
+    assert np.isnan(found[20:]).all()
+    assert not np.isnan(found[:20]).any()
+
+
 # --- Base projection and expand in one pass -----------------------------------------------------
 
 
