@@ -5,13 +5,18 @@ end the process.
 """
 
 import json
+import math
 import sys
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from aot_lora.kernels.batch import Batch
+from aot_lora.kernels.forms import FORMS
 from aot_lora.kernels.lora_expand import pallas_tpu as expand
 from aot_lora.kernels.lora_fused import pallas_tpu as fused
 from aot_lora.kernels.lora_segments import pallas_tpu as segmented
@@ -21,6 +26,7 @@ from aot_lora.plan import TargetSpec
 from aot_lora.targets.devices import compile_devices
 
 T, D, O_SIZE, QUANTUM, COUNT = 128, 1024, 2048, 8, 32  # 256 lanes
+WHOLE = P()
 BANK = 512  # blocks a layer, of which a batch reads COUNT
 
 
@@ -61,14 +67,39 @@ def forms(array: Any) -> dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]]
     }
 
 
+def split(array: Any, mesh: Any) -> dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]]:
+    """The forms of lora_project inside `jax.shard_map`, a projection split by its outputs."""
+    integers, columns = partial(array, dtype=jnp.int32), P(None, "tp")
+    batch = Batch(integers(COUNT), integers(COUNT), integers(T))
+    of_b = P(None, None, None, "tp")
+    banks = array(8, BANK, QUANTUM, D), array(8, BANK, QUANTUM, O_SIZE, spec=of_b)
+    args = (array(T, D), array(D, O_SIZE, spec=columns), banks, integers(), batch)
+
+    def run(form: Any, x: Any, w: Any, banks: Any, layer: Any, batch: Any) -> Any:
+        prepared = form.prepare(batch, quantum=QUANTUM, most=4)
+        return form.project(x, (w,), (banks,), layer, prepared)[0]
+
+    specs = (WHOLE, columns, (WHOLE, of_b), WHOLE, WHOLE)
+    return {
+        name: (
+            jax.shard_map(partial(run, form), mesh=mesh, in_specs=specs, out_specs=columns),
+            args,
+            (),
+        )
+        for name, form in FORMS.items()
+        if name.startswith("tpu_")
+    }
+
+
 def main(topology: str) -> None:
-    device = compile_devices(TargetSpec(platform="tpu", topology=topology))[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    chips = math.prod(map(int, topology.partition(":")[2].split("x")))
+    devices = compile_devices(TargetSpec(platform="tpu", topology=topology, devices=chips))
+    mesh = jax.sharding.Mesh(devices, ("tp",))
 
-    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    def array(*shape: int, dtype: Any = jnp.bfloat16, spec: P = WHOLE) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    for name, (fn, args, donated) in forms(array).items():
+    for name, (fn, args, donated) in (forms(array) if chips == 1 else split(array, mesh)).items():
         traced = jax.jit(fn, donate_argnums=donated).trace(*args)
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
         memory = compiled.memory_analysis()

@@ -375,23 +375,35 @@ def test_default_sizes_are_supported(tokens: int, lanes: int, width: int) -> Non
 # --- The real compiler ---------------------------------------------------------------------------
 
 
-@pytest.mark.tpu_compile
-@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
-def test_the_real_compiler_takes_every_form(kind: str) -> None:
-    """No program holds a copy of a bank (16 MiB or more), and the expand is in place."""
+def compiled_forms(target: TargetSpec) -> dict[str, dict[str, Any]]:
+    """What `compiling_tpu` says of each form, in a process of its own."""
     pytest.importorskip("libtpu")
-    chip = "1x1" if kind in ("v5e", "v6e") else "1x1x1"
-    target = TargetSpec(platform="tpu", topology=f"{kind}:{chip}")
     root = Path(__file__).resolve().parents[1]
     environment = {**os.environ, **worker_environment(target), "PYTHONPATH": str(root)}
     script = root / "tests" / "compiling_tpu.py"
     done = subprocess.run(
         [sys.executable, script, target.topology], env=environment, capture_output=True, text=True
     )
-
     assert done.returncode == 0, done.stderr[-2000:]
-    forms = {line["form"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return {line["form"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_the_real_compiler_takes_every_form(kind: str) -> None:
+    """No program holds a copy of a bank (64 MiB or more), and the expand is in place."""
+    chip = "1x1" if kind in ("v5e", "v6e") else "1x1x1"
+    forms = compiled_forms(TargetSpec(platform="tpu", topology=f"{kind}:{chip}"))
+
     assert len(forms) == 8
     assert all(form["kernel"] and form["temporary_bytes"] < 2**20 for form in forms.values())
     aliased = {name for name, form in forms.items() if form["aliased_bytes"]}
     assert aliased == {name for name in forms if name.startswith(("expand", "segments"))}
+
+
+@pytest.mark.tpu_compile
+def test_the_real_compiler_takes_every_form_on_a_mesh() -> None:
+    forms = compiled_forms(TargetSpec(platform="tpu", topology="v6e:2x2", devices=4))
+
+    assert sorted(forms) == ["tpu_fused", "tpu_laned", "tpu_segments"]
+    assert all(form["kernel"] and form["temporary_bytes"] < 2**20 for form in forms.values())

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType
 
 from aot_lora.kernels.blocks import Layer, lane_owners
 
@@ -144,6 +145,13 @@ def mask_of(owners: jax.Array, slots: jax.Array, quantum: int) -> Mask:
 def column(values: jax.Array) -> jax.Array:
     """[T] as [T, 1]."""
     return lax.broadcast_in_dim(values, (values.shape[0], 1), (0,))
+
+
+def result(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
+    """What a kernel returns; under `jax.shard_map` it varies over the axes that any operand does."""
+    varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
+    over = ManualAxisType(varying=frozenset[str]().union(*varying))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=over)
 
 
 def params(vmem_bytes: int, axes: int) -> pltpu.CompilerParams:

@@ -26,6 +26,7 @@ from aot_lora.kernels.tpu_stream import (
     gather_scratch,
     params,
     present,
+    result,
     scalar,
 )
 
@@ -116,7 +117,7 @@ def masked_expand(
                 pltpu.VMEM((block_t, block_o), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        out_shape=result(base.shape, base.dtype, base, h, b_bank),
         input_output_aliases={4: 0},
         compiler_params=params(_vmem(size, base.dtype.itemsize), 3),
         name="lora_expand",

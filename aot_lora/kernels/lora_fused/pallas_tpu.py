@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.tpu_sizes import fused_sizes, fused_vmem_bytes, over_vmem, refused
-from aot_lora.kernels.tpu_stream import Gather, column, gather_scratch, params, scalar
+from aot_lora.kernels.tpu_stream import Gather, column, gather_scratch, params, result, scalar
 
 
 def lora_fused(
@@ -72,7 +72,7 @@ def masked_fused(
                 pltpu.VMEM((block_t, block_o), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((tokens, o), x.dtype),
+        out_shape=result((tokens, o), x.dtype, x, w, h, b_bank),
         compiler_params=params(fused_vmem_bytes(size, lanes, itemsize), 3),
         name="lora_fused",
     )(scalar(layer), blocks, b_bank, x, w, h, slots)

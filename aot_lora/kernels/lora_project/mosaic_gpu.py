@@ -67,7 +67,9 @@ def extended(
     x = jnp.pad(x, ((0, padding), (0, 0)))
     batch = batch._replace(slots=jnp.pad(batch.slots, (0, padding), constant_values=-1))
     a_banks, b_banks = zip(*banks, strict=True)
-    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_d=shrink_d, block_l=shrink_l)[0]
+    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_d=shrink_d, block_l=shrink_l)[
+        0
+    ]
     blocks, quantum = a_banks[0].shape[1:3]
     places = layer * (blocks * quantum) + batch.rows
     outputs: list[jax.Array] = []

@@ -93,7 +93,15 @@ def split_k(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="lora_project",
-    )(first, batch.rows, batch.granules, x, h, *weights, *(b.reshape(-1, b.shape[-1]) for b in b_banks))
+    )(
+        first,
+        batch.rows,
+        batch.granules,
+        x,
+        h,
+        *weights,
+        *(b.reshape(-1, b.shape[-1]) for b in b_banks),
+    )
     return tuple(output[:rows] for output in outputs)
 
 

@@ -25,7 +25,7 @@ from aot_lora.kernels.tpu_sizes import (
     segments_sizes,
     segments_vmem_bytes,
 )
-from aot_lora.kernels.tpu_stream import Gather, column, gather_scratch, params, scalar
+from aot_lora.kernels.tpu_stream import Gather, column, gather_scratch, params, result, scalar
 
 
 def lora_segments(
@@ -119,7 +119,7 @@ def masked_segments(
                 pltpu.VMEM((block_t, block_o), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        out_shape=result(base.shape, base.dtype, base, x, a_bank, b_bank),
         input_output_aliases={8: 0},
         compiler_params=params(segments_vmem_bytes(size, lanes, d, itemsize), 2),
         name="lora_segments",

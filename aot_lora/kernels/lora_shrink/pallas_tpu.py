@@ -27,6 +27,7 @@ from aot_lora.kernels.tpu_stream import (
     mask_of,
     params,
     present,
+    result,
     scalar,
 )
 
@@ -114,7 +115,7 @@ def masked_shrink(
                 pltpu.VMEM((block_t, block_l), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((tokens, lanes), x.dtype),
+        out_shape=result((tokens, lanes), x.dtype, x, a_bank),
         compiler_params=params(_vmem(size, x.dtype.itemsize), 3),
         name="lora_shrink",
     )(*operands)
