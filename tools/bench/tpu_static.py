@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from lines import note
+
 from aot_lora.plan import TargetSpec
 from aot_lora.targets.environment import worker_environment
 
@@ -112,6 +114,8 @@ def costs(topology: str, jobs: Iterable[Job], *, limit_s: float = 120) -> Iterat
             with _child(topology, waiting, folder) as child:
                 for found in _answers(child, limit_s):
                     job = waiting.pop(0)
+                    if len(waiting) % 50 == 0:
+                        note(f"{len(waiting)} to go")
                     yield _cost(job, chip, found)
                 if waiting and child.wait():
                     waiting.pop(0)
@@ -219,6 +223,7 @@ def _serve() -> None:
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+        jax.clear_caches()  # Hundreds of executables are gigabytes.
 
 
 if __name__ == "__main__":
