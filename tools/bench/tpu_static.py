@@ -40,22 +40,22 @@ class Chip:
 
     Args:
       clock_hz: of the matrix units. Peak bf16 FLOP/s over (2 x matrix units x their cells).
+      flop_per_s: peak of bf16.
       hbm_bytes_per_s: bandwidth of its memory.
     """
 
     clock_hz: float
+    flop_per_s: float
     hbm_bytes_per_s: float
 
 
 CHIPS = {
     # https://cloud.google.com/tpu/docs/v6e: 918 TFLOP/s, 1640 GB/s; 4 x 256 x 256 cells.
-    "v6e": Chip(clock_hz=1.75e9, hbm_bytes_per_s=1640e9),
+    "v6e": Chip(clock_hz=1.75e9, flop_per_s=918e12, hbm_bytes_per_s=1640e9),
     # https://cloud.google.com/tpu/docs/v5e: 197 TFLOP/s, 819 GB/s; 4 x 128 x 128 cells.
-    "v5e": Chip(clock_hz=1.5e9, hbm_bytes_per_s=819e9),
+    "v5e": Chip(clock_hz=1.5e9, flop_per_s=197e12, hbm_bytes_per_s=819e9),
     # https://cloud.google.com/tpu/docs/v5p: 459 TFLOP/s, 2765 GB/s; 8 x 128 x 128 cells.
-    "v5p": Chip(clock_hz=1.75e9, hbm_bytes_per_s=2765e9),
-    # https://cloud.google.com/tpu/docs/v4: 275 TFLOP/s, 1200 GB/s; 8 x 128 x 128 cells.
-    "v4": Chip(clock_hz=1.05e9, hbm_bytes_per_s=1200e9),
+    "v5p": Chip(clock_hz=1.75e9, flop_per_s=459e12, hbm_bytes_per_s=2765e9),
 }
 
 
