@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,29 @@ def test_warmup_then_serve_without_a_compile(gpu_config: Path):
     assert "refused: refused to compile" in served, served
     proven = _run("-m", "aot_lora", "verify", str(gpu_config), "--execute")
     assert "variants are right" in proven, proven
+
+
+def test_the_gpus_own_target_config_serves_it_and_no_other_gpu(gpu_config: Path) -> None:
+    """Doctor, autotune, warm up without the GPU, serve with it; then a GPU of one core more."""
+    own = gpu_config.with_name("own.txtpb")
+    text = gpu_config.read_text(encoding="utf-8")
+    gpu_config.write_text(
+        text.replace("platform: cuda", "platform: cuda, topology: own.txtpb"), encoding="utf-8"
+    )
+    _run("-m", "aot_lora", "doctor", "--target-config", "-o", str(own))
+    recorded = _run("-m", "aot_lora", "autotune", str(gpu_config))
+    assert " results for " in recorded, recorded
+
+    cold = _run("-m", "aot_lora", "warmup", str(gpu_config))
+    assert " 0 failed" in cold, cold
+    assert "without a recorded autotuning" not in cold, cold
+    served = _run("-c", SERVE, str(gpu_config))
+    assert "refused: refused to compile" in served, served
+
+    cores = re.search(r"core_count: (\d+)", own.read_text(encoding="utf-8"))
+    assert cores is not None
+    more = f"core_count: {int(cores[1]) + 1}"
+    own.write_text(own.read_text(encoding="utf-8").replace(cores[0], more), encoding="utf-8")
+    _run("-m", "aot_lora", "warmup", str(gpu_config))
+    with pytest.raises(AssertionError, match="not the one of the target config"):
+        _run("-c", SERVE, str(gpu_config))

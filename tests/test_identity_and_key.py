@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from gpus import H200 as H200_TEXT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,8 @@ def parts_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], dict[str, str]
 CPU = Host(target=TargetSpec(platform="cpu"))
 TPU = Host(target=TargetSpec(platform="tpu", topology="v6e:1x1"))
 CUDA = Host(target=TargetSpec(platform="cuda"))
+H200 = TargetSpec("cuda", "h200", target_config=H200_TEXT)
+H200_HOST = Host(target=H200)
 
 # Part -> two hosts that differ in it; a part without a line here fails.
 MATTERS = {
@@ -117,6 +120,11 @@ MATTERS = {
     "XLA_FLAGS": (CPU, replace(CPU, environ={"XLA_FLAGS": "--xla_cpu_use_thunk_runtime=false"})),
     "LIBTPU_INIT_ARGS": (TPU, replace(TPU, environ={"LIBTPU_INIT_ARGS": "--xla_tpu_x=1"})),
     "JAX environment": (CPU, replace(CPU, environ={"JAX_ENABLE_X64": "1"})),
+    "target config": (
+        H200_HOST,
+        replace(H200_HOST, target=replace(H200, target_config=H200.target_config + "# other\n")),
+    ),
+    "autotune results": (H200_HOST, replace(H200_HOST, target=replace(H200, autotune="ab12"))),
     "CPU features": (CPU, replace(CPU, features="avx avx512f sse")),
 }
 ALWAYS_ONE = {"device count"}
@@ -135,7 +143,7 @@ def test_each_part_changes_the_key_and_is_named(
 
 
 def test_every_part_has_a_case(parts_of: Callable[[Host], dict[str, str]]) -> None:
-    found = {part for host in (CPU, TPU, CUDA) for part in parts_of(host)}
+    found = {part for host in (CPU, TPU, CUDA, H200_HOST) for part in parts_of(host)}
 
     assert found == set(MATTERS) | ALWAYS_ONE
 
@@ -160,6 +168,25 @@ def test_what_cannot_change_an_executable_does_not_change_the_key(
     found = [parts_of(replace(TPU, environ=environ)) for environ in (one, other)]
 
     assert found[0] == found[1]
+
+
+def test_a_host_without_the_gpu_has_the_identity_of_one_with_it(
+    parts_of: Callable[[Host], dict[str, str]],
+) -> None:
+    build, server = (parts_of(replace(H200_HOST, gpu=name)) for name in ("", "NVIDIA H200"))
+    at_hand = [parts_of(replace(CUDA, gpu=name)) for name in ("", "NVIDIA H200")]
+
+    assert build == server
+    assert build["device kind"] == "NVIDIA H200"
+    assert at_hand[0] != at_hand[1]  # what would be seen otherwise
+
+
+def test_a_gpus_target_config_counts_by_its_text_and_not_by_its_name(
+    parts_of: Callable[[Host], dict[str, str]],
+) -> None:
+    own = replace(H200_HOST, target=replace(H200, topology="gpus/own.txtpb"))
+
+    assert parts_of(own) == parts_of(H200_HOST)
 
 
 def test_of_a_flag_given_twice_the_last_counts(

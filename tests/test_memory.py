@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from decoding import DECODER
+from gpus import H200
 from serving import cli
 
 from aot_lora import errors, load_config
@@ -192,4 +193,5 @@ def test_a_fraction_above_one_is_refused(tmp_path: Path) -> None:
 
 def test_the_table_knows_tpus_alone() -> None:
     assert hbm_bytes(TargetSpec("tpu", "v5e:2x2", 4)) == int(15.75 * GIB)
+    assert hbm_bytes(TargetSpec("cuda", "h200", target_config=H200)) == 150109880320 * 3 // 4
     assert hbm_bytes(TargetSpec("cpu")) == hbm_bytes(TargetSpec("cuda")) == 0

@@ -14,6 +14,7 @@ from aot_lora.plan import (
     KvCache,
     Module,
     Plan,
+    TargetSpec,
     UserEntry,
     Variant,
     build_plan,
@@ -173,7 +174,9 @@ def test_bank_bytes_count_every_lane_of_every_layer() -> None:
 
 
 def test_more_cores_take_less_time_and_no_fewer_bytes() -> None:
-    one, four = (estimate(platform="tpu", variants=100, cores=cores) for cores in (1, 4))
+    one, four = (
+        estimate(target=TargetSpec("tpu", "v6e:1x1"), variants=100, cores=cores) for cores in (1, 4)
+    )
 
     assert one.seconds == pytest.approx(4 * four.seconds)
     assert one.store_bytes == four.store_bytes > 0
@@ -183,14 +186,14 @@ def test_more_cores_take_less_time_and_no_fewer_bytes() -> None:
 @pytest.mark.parametrize("limit", ["variants", "store_bytes"])
 def test_a_plan_is_refused_exactly_above_its_limit(limit: str, spare: int) -> None:
     plan = make_plan()
-    size = estimate(platform="cpu", variants=len(plan.variants), cores=1).store_bytes
+    size = estimate(target=TargetSpec("cpu"), variants=len(plan.variants), cores=1).store_bytes
     asked = {"variants": len(plan.variants), "store_bytes": size}
     asked[limit] += spare
 
     def check() -> None:
         check_limits(
             plan,
-            platform="cpu",
+            target=TargetSpec("cpu"),
             max_variants=asked["variants"],
             max_store_bytes=asked["store_bytes"],
         )

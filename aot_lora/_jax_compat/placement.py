@@ -104,7 +104,7 @@ def sharding_text(sharding: Any, *, rank: int | None = None) -> str:
         raise _unknown(sharding)
     devices = list(sharding._device_assignment)
     kind = sharding.memory_kind
-    memory = None if kind in (None, devices[0].default_memory().kind) else kind
+    memory = None if kind is None or kind == _default_memory(devices[0]) else kind
     if len(devices) == 1 and rank is not None:
         return json.dumps({"device": devices[0].id, "memory": memory})
     if isinstance(sharding, OneDevice):
@@ -113,6 +113,13 @@ def sharding_text(sharding: Any, *, rank: int | None = None) -> str:
         raise _unknown(sharding)
     value = {"mesh": mesh_fields(sharding.mesh), "spec": _spec(sharding.spec), "memory": memory}
     return json.dumps(value)
+
+
+def _default_memory(device: Any) -> str:
+    try:
+        return device.default_memory().kind
+    except jax.errors.JaxRuntimeError:  # GPUs of a topology do not say; GPUs say this.
+        return "device"
 
 
 def sharding_of(text: str, present: Mapping[int, Any] | None = None) -> Any:

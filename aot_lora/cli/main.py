@@ -16,6 +16,8 @@ _VERBS = {
     "check": "Compare traces with the lock beside the config.",
     "inspect": "Show what the store holds for a config, or one artifact.",
     "verify": "Check that the stored artifacts are whole and fit this host.",
+    "autotune": "Record what a GPU chooses, for warming up without it.",
+    "doctor": "Show what this host compiles for and runs, and its GPU's target config.",
     "adapters": "Show what an adapter holds, and what of it a config would serve.",
 }
 

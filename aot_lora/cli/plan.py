@@ -27,7 +27,7 @@ def command(
     loaded = read_config(config, store)
     plan = loaded.plan
     costs = [
-        estimate(platform=t.platform, variants=len(plan.variants), cores=usable_cores())
+        estimate(target=t, variants=len(plan.variants), cores=usable_cores())
         for t in loaded.targets
     ]
     seconds = round(sum(cost.seconds for cost in costs), 1)

@@ -39,9 +39,10 @@ def command(
         total_bytes += sum(sizes)
         damaged += found
         if runnable:
+            from aot_lora.targets.cuda import check_gpus
             from aot_lora.targets.devices import host_devices
 
-            host_devices(target)
+            check_gpus(target, host_devices(target))
     for error in damaged:
         note(str(error))
     if execute and not damaged:

@@ -41,6 +41,7 @@ class _Bar(Progress):
         )
         self.live = console.is_terminal
         self._task: TaskID | None = None
+        self.unrecorded = 0
 
     def begin(self, target: TargetSpec, *, total: int, reused: int) -> None:
         if total == reused:
@@ -59,6 +60,7 @@ class _Bar(Progress):
     def built(self, built: Built) -> None:
         if built.warning:
             self._say(f"warning: {built.warning}")
+        self.unrecorded += built.unrecorded
         if self._task is not None:
             self.bar.advance(self._task)
 
@@ -89,6 +91,11 @@ def command(config: str, store: str | None, form: str, debug: bool, jobs: int | 
     bar = _Bar()
     with bar.bar if bar.live else nullcontext():
         report = warmup(loaded, jobs=jobs, progress=bar)
+    if bar.unrecorded:
+        note(
+            f"warning: {bar.unrecorded} variants have matmuls without a recorded autotuning "
+            "result, which take XLA's default; `aot-lora autotune` on the GPU records them"
+        )
     if form == "json":
         emit(asdict(replace(report, failed=())) | {"failed": len(report.failed)})
     else:

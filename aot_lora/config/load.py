@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from aot_lora.config import presets, schema
+from aot_lora.config import gpus, presets, schema
 from aot_lora.config.decoder import decoder_shape
 from aot_lora.config.problems import validate
 from aot_lora.config.schema import OnMiss
@@ -69,6 +69,11 @@ class Config:
         """The lock beside the config: ``llama-3.1-8b.lock.json``."""
         return self.path.with_suffix(".lock.json")
 
+    @property
+    def autotune_path(self) -> Path:
+        """The recorded autotuning results beside the config, for builds without a GPU."""
+        return gpus.autotune_path(self.path)
+
 
 def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Config:
     """Reads and checks a config file or preset.
@@ -107,11 +112,11 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         decoder=decoder if cache else None,
         cache=KvCache(sequences=cache.sequences, length=cache.length) if cache else None,
     )
-    targets = _targets(file, document)
+    targets = _targets(file, document, path)
     for target in targets:
         check_limits(
             plan,
-            platform=target.platform,
+            target=target,
             max_variants=file.limits.variants,
             max_store_bytes=file.limits.store_bytes,
             place=lambda limit: f"{document.place(('limits', limit))}: limits.{limit}",
@@ -142,15 +147,29 @@ def _read(path: Path) -> Document:
     return parse(text, str(path))
 
 
-def _targets(file: schema.ConfigFile, document: Document) -> tuple[TargetSpec, ...]:
+def _targets(file: schema.ConfigFile, document: Document, config: Path) -> tuple[TargetSpec, ...]:
     written = file.target if isinstance(file.target, list) else [file.target]
     tp = file.mesh.tp
+    targets: list[TargetSpec] = []
     for index, target in enumerate(written):
+        path = ("target", index) if isinstance(file.target, list) else ("target",)
+        if target.platform == "cuda" and target.topology:
+            where = document.place((*path, "topology"))
+            targets.append(
+                TargetSpec(
+                    "cuda",
+                    target.topology,
+                    tp,
+                    target_config=gpus.read(target.topology, config=config, where=where),
+                    autotune=gpus.autotune_digest(config),
+                )
+            )
+            continue
+        targets.append(TargetSpec(target.platform, target.topology, tp))
         if target.platform != "tpu" or tp == 1:
             continue
         chips = math.prod(map(int, target.topology.partition(":")[2].split("x")))
         if tp != chips:
-            path = ("target", index) if isinstance(file.target, list) else ("target",)
             raise ConfigError(
                 f"the topology has {chips} chips and the mesh {tp}",
                 where=document.place(path),
@@ -158,7 +177,6 @@ def _targets(file: schema.ConfigFile, document: Document) -> tuple[TargetSpec, .
                 found=f"{target.topology}, mesh.tp {tp}",
                 next_step="name a topology of as many chips as the mesh has",
             )
-    targets = (TargetSpec(t.platform, t.topology, tp) for t in written)
     return tuple(dict.fromkeys(targets))
 
 

@@ -15,6 +15,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
 
 TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):[1-9]\d*(x[1-9]\d*){1,2}")
+GPU_TOPOLOGY = re.compile(r"|[A-Za-z0-9][\w-]*|[^\x00]+\.txtpb")
 
 # Keys of the design that this version refuses rather than ignores.
 PLANNED = {
@@ -31,16 +32,22 @@ class Strict(BaseModel):
 
 
 class TargetSection(Strict):
-    """``{platform: tpu, topology: "v6e:1x1"}``."""
+    """``{platform: tpu, topology: "v6e:1x1"}``, or ``{platform: cuda, topology: h200}``."""
 
     platform: Literal["cpu", "cuda", "tpu"]
     topology: str = ""
 
     @model_validator(mode="after")
     def _topology_fits(self) -> TargetSection:
-        if self.platform != "tpu":
+        if self.platform == "cuda":  # its names are those of shipped files: `gpus` knows them
+            if not GPU_TOPOLOGY.fullmatch(self.topology):
+                raise ValueError(
+                    "unknown topology, expected a GPU's name such as h200, or the .txtpb file of "
+                    "a target config, or none for the GPU of the host"
+                )
+        elif self.platform == "cpu":
             if self.topology:
-                raise ValueError(f"a {self.platform} target has no topology")
+                raise ValueError("a cpu target has no topology")
         elif not TPU_TOPOLOGY.fullmatch(self.topology):
             raise ValueError(
                 "unknown topology, expected one of v4, v5e, v5p, v6e, tpu7x with its chips, "

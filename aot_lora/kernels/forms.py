@@ -5,7 +5,7 @@ A form is chosen for each point of a plan; see `choice`. One entry in `FORMS` re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,14 @@ class Form:
       prepare: (batch, quantum=, most=) -> what `project` needs of the batch; once a batch.
       project: (x, weights, banks, layer, prepared, **tuning) -> outputs; see `xla.laned`.
       supports: (sizes, platform) -> why it cannot serve them; empty where it can.
+      tunings: keyword arguments of `project` that are worth trying.
     """
 
     name: str
     prepare: Callable[..., Any]
     project: Callable[..., Arrays]
     supports: Callable[[Sizes, str], str] = _anything
+    tunings: tuple[Mapping[str, int], ...] = ({},)
 
 
 FORMS: dict[str, Form] = {
@@ -70,12 +72,14 @@ FORMS: dict[str, Form] = {
             prepare=prepare_lanes,
             project=pallas_gpu.split_k,
             supports=pallas_gpu.supports,
+            tunings=pallas_gpu.TUNINGS,
         ),
         Form(
             name="extended",
             prepare=prepare_lanes,
             project=mosaic_gpu.extended,
             supports=mosaic_gpu.supports,
+            tunings=mosaic_gpu.TUNINGS,
         ),
     )
 }

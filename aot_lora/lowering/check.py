@@ -9,6 +9,7 @@ from aot_lora.errors import ProgramError
 from aot_lora.lowering.lock import LockLine
 from aot_lora.lowering.trace import prepare_tracing, trace
 from aot_lora.programs.catalog import Catalog
+from aot_lora.targets.cuda import without_gpu
 
 Lines = dict[str, dict[str, LockLine]]
 
@@ -38,12 +39,13 @@ def trace_all(
         catalog = Catalog(config.plan, target, config=config.path)
         for variant in config.plan.variants:
             try:
-                one = trace(
-                    variant,
-                    catalog.program(variant),
-                    platform=target.platform,
-                    devices=target.devices,
-                )
+                with without_gpu(target):
+                    one = trace(
+                        variant,
+                        catalog.program(variant),
+                        platform=target.platform,
+                        devices=target.devices,
+                    )
                 found[variant.name] = LockLine(
                     fingerprint=one.fingerprint, signature=str(one.signature)
                 )

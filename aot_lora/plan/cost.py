@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from aot_lora.errors import PlanError
 from aot_lora.plan.plan import Plan
+from aot_lora.plan.variants import TargetSpec
 
 # Core-seconds to trace, lower, compile and write one LoRA variant, start of the workers included,
 # and stored bytes of it. cpu and tpu: cold warmups of cpu/quickstart and tpu-v6e/llama-3.1-8b on
 # 2 x86-64 cores, as `tools/bench/warmup.py second` prints them. cuda: gpu-h200/llama-3.1-8b on an
-# H200 with jax 0.11.2, one worker, most of it autotuning. An estimate, never a promise.
+# H200 with jax 0.11.2, one worker, most of it autotuning; without a GPU the same preset on those 2
+# cores, where nothing is autotuned. An estimate, never a promise.
 _PER_VARIANT = {
     "cpu": (0.08, 5_000),
     "tpu": (0.48, 64_000),
     "cuda": (0.41, 9_400),
+    "cuda without a GPU": (0.30, 9_800),
 }
 
 
@@ -34,10 +37,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def estimate(*, platform: str, variants: int, cores: int) -> Estimate:
+def estimate(*, target: TargetSpec, variants: int, cores: int) -> Estimate:
     """Estimates a cold warmup of `variants` variants on `cores` cores."""
-    core_seconds, variant_bytes = _PER_VARIANT[platform]
-    cores = 1 if platform == "cuda" else cores  # see `warmup.run`: one worker per GPU
+    core_seconds, variant_bytes = _PER_VARIANT[
+        "cuda without a GPU" if target.target_config else target.platform
+    ]
+    at_hand = target.platform == "cuda" and not target.deviceless
+    cores = 1 if at_hand else cores  # see `warmup.run`: one worker per GPU
     return Estimate(
         seconds=round(core_seconds * variants / cores, 1),
         store_bytes=variant_bytes * variants,
@@ -48,7 +54,7 @@ def estimate(*, platform: str, variants: int, cores: int) -> Estimate:
 def check_limits(
     plan: Plan,
     *,
-    platform: str,
+    target: TargetSpec,
     max_variants: int,
     max_store_bytes: int,
     place: Callable[[str], str] = "limits.{}".format,
@@ -56,7 +62,7 @@ def check_limits(
     """Refuses a plan that is larger than its config allows, before any compile.
 
     Args:
-      plan: the plan; platform: what it is compiled for.
+      plan: the plan; target: what it is compiled for.
       max_variants, max_store_bytes: the limits.
       place: where the limit of a name stands.
 
@@ -70,7 +76,7 @@ def check_limits(
             where=place("variants"),
             next_step="list slots above 0, or a program of your own",
         )
-    cost = estimate(platform=platform, variants=count, cores=usable_cores())
+    cost = estimate(target=target, variants=count, cores=usable_cores())
     size = (
         f"{count:,} variants, about {cost.seconds:,.0f} s on {cost.cores} cores "
         f"and {cost.store_bytes / 2**20:,.0f} MiB"

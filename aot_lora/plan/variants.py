@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Dims = tuple[tuple[str, int], ...]
@@ -72,13 +72,23 @@ class TargetSpec:
 
     Args:
       platform: ``cpu``, ``cuda`` or ``tpu``.
-      topology: for a TPU the chips, for instance ``v6e:1x1``; empty otherwise.
+      topology: for a TPU the chips, for instance ``v6e:1x1``; for a GPU the name or file of its
+        target config, for instance ``h200``, or empty for the one at hand; empty for a CPU.
       devices: how many a program runs on: the tensor parallelism of the mesh.
+      target_config: what XLA has to know of the GPU to compile without it, a text proto.
+      autotune: the SHA-256 of the recorded autotuning results beside the config, if there are any.
     """
 
     platform: str
     topology: str = ""
     devices: int = 1
+    target_config: str = field(default="", repr=False)
+    autotune: str = ""
+
+    @property
+    def deviceless(self) -> bool:
+        """Whether it is compiled for without a device, on any host."""
+        return self.platform == "tpu" or bool(self.target_config)
 
     def __str__(self) -> str:
         text = f"{self.platform} {self.topology}".strip()

@@ -18,6 +18,7 @@ from aot_lora.store import Entry, LocalStore
 from aot_lora.store.coverage import check_header, find_entries
 from aot_lora.store.key import shorten
 from aot_lora.store.warm import WarmIdentity
+from aot_lora.targets.cuda import check_gpus
 
 
 class Loaded(NamedTuple):
@@ -60,6 +61,7 @@ def load_all(
             found=devices[0].device_kind,
             next_step="name this device's topology in the config and warm up for it",
         )
+    check_gpus(target, devices)
     wanted = [v for v in config.plan.variants if v.name in entries and v not in held]
     unique = {entries[variant.name].key: entries[variant.name] for variant in wanted}
     # One more than cores: while one waits for Python's lock the cores still load (10 % at 1,040).

@@ -16,11 +16,16 @@ from aot_lora.targets.environment import HOST_DEVICES
 def compile_devices(target: TargetSpec) -> tuple[Any, ...]:
     """The devices to compile for, in the order of the mesh.
 
-    For a TPU they are chips of a topology of the real TPU compiler; no TPU is needed.
+    For a TPU they are chips of a topology of the real TPU compiler, for a GPU with a target config
+    those of one of XLA's; neither device is needed.
 
     Raises:
       UnsupportedError: this host or what is installed on it has no such devices.
     """
+    if target.target_config:
+        from aot_lora.targets.cuda import topology_devices
+
+        return topology_devices(target)
     if target.platform == "tpu":
         return in_order(_topology_devices(target.topology)[: target.devices])
     return host_devices(target)

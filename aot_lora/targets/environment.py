@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from aot_lora.plan import TargetSpec
 
 HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 
-def worker_environment(target: TargetSpec) -> dict[str, str]:
-    """Environment variables for a process that compiles; set before it imports jax."""
+def worker_environment(target: TargetSpec, *, autotune: Path | None = None) -> dict[str, str]:
+    """Environment variables for a process that compiles; set before it imports jax.
+
+    Args:
+      target: what it compiles for.
+      autotune: where the results of autotuning are, if the target has some.
+    """
     if target.platform == "tpu":
         return {
             "JAX_PLATFORMS": "cpu",
@@ -22,6 +28,13 @@ def worker_environment(target: TargetSpec) -> dict[str, str]:
             "TPU_MIN_LOG_LEVEL": "3",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
+    if target.target_config:
+        # Both would print that there is no GPU, and where XLA looked for one.
+        quiet = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        if not target.autotune:
+            return quiet
+        assert autotune is not None
+        return quiet | _more_flags(f"--xla_gpu_load_autotune_results_from='{autotune.absolute()}'")
     if target.platform == "cuda":
         return {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return {"JAX_PLATFORMS": "cpu", **_host_devices(target.devices)}
@@ -32,4 +45,14 @@ def _host_devices(count: int) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     if count == 1 or HOST_DEVICES in flags:
         return {}
-    return {"XLA_FLAGS": f"{flags} {HOST_DEVICES}={count}".strip()}
+    return _more_flags(f"{HOST_DEVICES}={count}")
+
+
+def recording_environment(target: TargetSpec, results: Path) -> dict[str, str]:
+    """As `worker_environment`, for a process that autotunes on its GPU and writes what it found."""
+    flag = f"--xla_gpu_dump_autotune_results_to='{results.absolute()}'"
+    return worker_environment(target) | _more_flags(flag)
+
+
+def _more_flags(flag: str) -> dict[str, str]:
+    return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()}

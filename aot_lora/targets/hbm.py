@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from aot_lora.config.gpus import gpu_of
 from aot_lora.plan import TargetSpec
 
 # GiB of HBM that the TPU compiler lets a program have on one device of its topology; what it and
@@ -19,6 +22,10 @@ TPU_HBM_GIB = {
 
 def hbm_bytes(target: TargetSpec) -> int:
     """Memory of one device that programs may use, in bytes; 0 where only the device can tell."""
+    if target.target_config:
+        # JAX takes this much of a GPU; the rest is the driver's, and of libraries such as NCCL.
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+        return int(gpu_of(target.target_config).memory_bytes * share)
     if target.platform != "tpu":
         return 0
     return int(TPU_HBM_GIB[target.topology.partition(":")[0]] * 2**30)

@@ -6,12 +6,14 @@ the miss.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from aot_lora.config.gpus import gpu_of
 from aot_lora.errors import UnsupportedError
 from aot_lora.plan import TargetSpec
 from aot_lora.programs.options import SILENT_JAX
@@ -42,8 +44,9 @@ def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> 
     """
     parts = {
         "platform": target.platform,
-        "topology": target.topology,
-        "device kind": _device_kind(target),
+        # A GPU's is the name of a file, and the file is a part of its own.
+        "topology": target.topology if target.platform == "tpu" else "",
+        "device kind": device_kind(target),
         "device count": str(target.devices),
         "jax": _version("jax"),
         "jaxlib": _version("jaxlib"),
@@ -61,14 +64,20 @@ def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> 
         for name, value in sorted(environ.items())
         if name.startswith("JAX_") and not name.startswith(SILENT_JAX)
     )
+    if target.target_config:
+        parts["target config"] = hashlib.sha256(target.target_config.encode()).hexdigest()
+        parts["autotune results"] = target.autotune
     if target.platform == "cpu":
         parts["CPU features"] = cpu_features()
     return parts
 
 
-def _device_kind(target: TargetSpec) -> str:
+def device_kind(target: TargetSpec) -> str:
+    """What JAX calls the target's device, as far as that is known without opening one."""
     if target.platform == "tpu":
         return TPU_KINDS[target.topology.partition(":")[0]]
+    if target.target_config:
+        return gpu_of(target.target_config).name
     return "cpu" if target.platform == "cpu" else gpu_name()
 
 

@@ -6,6 +6,7 @@ rows stays in a cache from one to the next, as in a model's step.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Point:
       ranks: of the active adapters.
       resident: as many adapters of the first rank stay in the banks beside them.
       layers: of the chain.
+      block: lanes of a block; unless given, the greatest number that divides every rank.
       dtype: of everything.
     """
 
@@ -42,23 +44,29 @@ class Point:
     ranks: tuple[int, ...]
     resident: int = 0
     layers: int = 8
+    block: int = 0
     dtype: str = "bfloat16"
 
     @property
     def quantum(self) -> int:
-        """Lanes of a block: the greatest that divides every rank."""
-        return int(np.gcd.reduce(self.ranks))
+        """Lanes of a block."""
+        return self.block or int(np.gcd.reduce(self.ranks))
+
+    @property
+    def counts(self) -> list[int]:
+        """Blocks of each adapter."""
+        return [-(-rank // self.quantum) for rank in self.ranks]
 
     @property
     def sizes(self) -> Sizes:
         """As forms are asked whether they serve them."""
         return Sizes(
             tokens=self.tokens,
-            lanes=sum(self.ranks),
+            lanes=sum(self.counts) * self.quantum,
             d=self.d,
             o=self.o,
             quantum=self.quantum,
-            most=max(self.ranks) // self.quantum,
+            most=max(self.counts),
             dtype=self.dtype,
         )
 
@@ -90,45 +98,85 @@ def slots_of(point: Point) -> np.ndarray:
 
 
 def measure(
-    point: Point, forms: Mapping[str, Tuned], *, platform: str, rounds: int = 5, calls: int = 4
+    point: Point, forms: Mapping[str, Tuned], *, platform: str, rounds: int = 7, ms: float = 10.0
 ) -> Timed:
-    """Checks and times forms at a point.
+    """Checks and times forms at a point; what is worked out once a batch is not timed.
 
     Args:
       point: what to measure with.
       forms: by label, each with its tuning.
       platform: of the device.
-      rounds: of which the fastest counts; calls: of the program in each.
+      rounds: of which the median counts; ms: how long each lasts, about.
 
     Raises:
       ArithmeticError: a form's result is not the plain one's, but for rounding.
     """
-    batch, x, weights, banks = _drawn(point)
-    base = _chain(point, lambda x, w, _banks, _layer: tuple(x @ one for one in w), None)
-    time_of = partial(
-        _time, batch, x, weights, banks, layers=point.layers, rounds=rounds, calls=calls
-    )
-    expected = _first(point, PLAIN, {}, batch, x, weights, banks)
-    times: dict[str, float] = {}
+    batch, *given = _drawn(point)
+
+    def prepared(form: Form) -> Any:
+        prepare = partial(form.prepare, quantum=point.quantum, most=point.sizes.most)
+        return jax.jit(prepare)(batch)
+
+    expected = _last(point, PLAIN.project, prepared(PLAIN), given)
+    chains: dict[str, Callable[[], Any]] = {
+        _BASE: partial(_chain(_base), None, *given),
+        _LINK: partial(_chain(None), None, *given),
+    }
     refused: dict[str, str] = {}
     for label, (form, tuning) in forms.items():
         if reason := form.supports(point.sizes, platform):
             refused[label] = reason
             continue
+        project, made = partial(form.project, **tuning), prepared(form)
+        chain = partial(_chain(project), made, *given)
         try:
-            _check(label, _first(point, form, tuning, batch, x, weights, banks), expected, point)
-            times[label] = time_of(_chain(point, partial(form.project, **tuning), form))
+            _check(label, _last(point, project, made, given), expected, point)
+            jax.block_until_ready(chain())
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             refused[label] = f"{type(error).__name__}: {str(error).strip()[:200]}"
-    return Timed(
-        base=time_of(base), link=time_of(_chain(point, None, None)), forms=times, refused=refused
-    )
+            continue
+        chains[label] = chain
+    times = {
+        label: us / point.layers for label, us in _in_turn(chains, rounds=rounds, ms=ms).items()
+    }
+    return Timed(base=times.pop(_BASE), link=times.pop(_LINK), forms=times, refused=refused)
+
+
+_BASE, _LINK = "", "\0"  # Labels that no form has.
+
+
+def _in_turn(
+    chains: Mapping[str, Callable[[], Any]], *, rounds: int, ms: float
+) -> dict[str, float]:
+    """Microseconds of one call of each: the median of rounds in which all take their turn.
+
+    A GPU slows down under load: what runs later would look worse.
+    """
+    calls: dict[str, int] = {}
+    for label, chain in chains.items():
+        jax.block_until_ready(chain())
+        began = time.perf_counter()
+        jax.block_until_ready(chain())
+        calls[label] = max(2, round(ms * 1e-3 / (time.perf_counter() - began)))
+    found: dict[str, list[float]] = {label: [] for label in chains}
+    for _ in range(rounds):
+        for label, chain in chains.items():
+            began = time.perf_counter()
+            for _ in range(calls[label] - 1):
+                chain()
+            jax.block_until_ready(chain())
+            found[label].append((time.perf_counter() - began) / calls[label] * 1e6)
+    return {label: statistics.median(times) for label, times in found.items()}
+
+
+def _base(x: Any, weights: Any, *_: Any) -> Any:
+    return tuple(x @ weight for weight in weights)
 
 
 def _drawn(point: Point) -> Any:
     """A batch, its rows, and weights and banks of each layer, made on the device."""
     quantum = point.quantum
-    counts = [rank // quantum for rank in point.ranks]
+    counts = point.counts
     blocks = 1 + sum(counts) + point.resident * counts[0]
     owners = np.repeat(np.arange(len(counts)), counts).astype(np.int32)
 
@@ -155,15 +203,13 @@ def _drawn(point: Point) -> Any:
     return batch, normal(1, (point.tokens, point.d)), weights, banks
 
 
-def _chain(point: Point, project: Callable[..., Any] | None, form: Form | None) -> Any:
+def _chain(project: Callable[..., Any] | None) -> Any:
     """A jitted chain; without `project` the bare links between layers."""
 
-    def run(batch: Batch, x: Any, weights: Any, banks: Any) -> Any:
-        prepared = form and form.prepare(batch, quantum=point.quantum, most=point.sizes.most)
+    def run(prepared: Any, x: Any, weights: Any, banks: Any) -> Any:
         outputs: list[Any] = []
-        for layer in range(point.layers):
-            own = (banks, layer, prepared) if form else (banks, layer)
-            found = project(x, weights[layer], *own) if project else weights[layer]
+        for layer, own in enumerate(weights):
+            found = project(x, own, banks, layer, prepared) if project else own
             outputs.append(found)
             # Depends on every result, and changes nothing.
             x = x + sum(one[0, 0] for one in found) * jnp.asarray(1e-30, x.dtype)
@@ -172,22 +218,13 @@ def _chain(point: Point, project: Callable[..., Any] | None, form: Form | None) 
     return jax.jit(run)
 
 
-def _first(
-    point: Point,
-    form: Form,
-    tuning: Mapping[str, int],
-    batch: Any,
-    x: Any,
-    weights: Any,
-    banks: Any,
-) -> Any:
+def _last(point: Point, project: Callable[..., Any], prepared: Any, given: Sequence[Any]) -> Any:
     """What a form makes of the last layer."""
 
-    def run(batch: Batch, x: Any, weights: Any, banks: Any) -> Any:
-        prepared = form.prepare(batch, quantum=point.quantum, most=point.sizes.most)
-        return form.project(x, weights[-1], banks, point.layers - 1, prepared, **tuning)
+    def run(prepared: Any, x: Any, weights: Any, banks: Any) -> Any:
+        return project(x, weights[-1], banks, point.layers - 1, prepared)
 
-    return jax.jit(run)(batch, x, weights, banks)
+    return jax.jit(run)(prepared, *given)
 
 
 def _check(label: str, found: Any, expected: Any, point: Point) -> None:
@@ -197,16 +234,3 @@ def _check(label: str, found: Any, expected: Any, point: Point) -> None:
         error = float(jnp.linalg.norm(one.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
         if not error <= limit:
             raise ArithmeticError(f"{label} at {point}: off by {error:.2g}, at most {limit:.2g}")
-
-
-def _time(
-    batch: Any, x: Any, weights: Any, banks: Any, run: Any, *, layers: int, rounds: int, calls: int
-) -> float:
-    jax.block_until_ready(run(batch, x, weights, banks))
-    found: list[float] = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        results: Sequence[Any] = [run(batch, x, weights, banks) for _ in range(calls)]
-        jax.block_until_ready(results)
-        found.append((time.perf_counter() - began) / calls / layers * 1e6)
-    return min(found)

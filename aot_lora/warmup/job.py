@@ -7,15 +7,16 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aot_lora.config import Config
-from aot_lora.errors import ProgramError
 from aot_lora.plan import LORA_PROGRAMS, TargetSpec, Variant
 from aot_lora.signature import Signature
 from aot_lora.store import Entry, LocalStore
 from aot_lora.store.keep import keep
-from aot_lora.targets.environment import worker_environment
+from aot_lora.targets.environment import recording_environment, worker_environment
+from aot_lora.warmup.compile import compile_lowered, compile_tuned
 
 if TYPE_CHECKING:
     from aot_lora.lowering.trace import Trace
@@ -29,11 +30,13 @@ class Job:
       config: the config.
       target: what to compile for.
       parts: the target's identity by named part.
+      record: a folder for what the GPU's autotuner finds, a file of each process; or None.
     """
 
     config: Config
     target: TargetSpec
     parts: dict[str, str]
+    record: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,7 @@ class Built:
       seconds: the worker's time for it.
       set_aside: where a damaged artifact of its key went, or empty.
       warning: what to tell of it, or empty.
+      unrecorded: whether it has matmuls that the recorded autotuning results lack.
     """
 
     entry: Entry
@@ -53,6 +57,7 @@ class Built:
     seconds: float
     set_aside: str
     warning: str = ""
+    unrecorded: bool = False
 
 
 class Worker:
@@ -78,16 +83,18 @@ class Worker:
           ProgramError: it cannot be traced.
         """
         from aot_lora.lowering.trace import trace
+        from aot_lora.targets.cuda import without_gpu
 
         target = self.job.target
-        one = target.platform == "tpu" and target.devices == 1
-        return trace(
-            variant,
-            self.catalog.program(variant),
-            platform=target.platform,
-            devices=target.devices,
-            device=self.devices[0] if one else None,
-        )
+        one = target.deviceless and target.devices == 1
+        with without_gpu(target):
+            return trace(
+                variant,
+                self.catalog.program(variant),
+                platform=target.platform,
+                devices=target.devices,
+                device=self.devices[0] if one else None,
+            )
 
 
 _job: Job | None = None
@@ -97,7 +104,11 @@ def start(job: Job) -> None:
     """Readies this process for `build`: the environment stands before JAX is imported."""
     global _job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle.
-    os.environ.update(worker_environment(job.target))
+    os.environ.update(
+        recording_environment(job.target, job.record / f"{os.getpid()}.textproto")
+        if job.record
+        else worker_environment(job.target, autotune=job.config.autotune_path)
+    )
     _job = job
 
 
@@ -131,10 +142,16 @@ def build(variant: Variant) -> Built:
         **worker.job.parts,
     }
 
+    recorded = True
+
     def compile_raw() -> tuple[bytes, Signature]:
         if variant.program not in LORA_PROGRAMS:
             require_repeatable(found, worker.trace(variant))
-        compiled = compile_lowered(variant, found.lowered)
+        nonlocal recorded
+        if target.autotune:
+            compiled, recorded = compile_tuned(variant, found.lowered)
+        else:
+            compiled = compile_lowered(variant, found.lowered)
         signature = replace(found.signature, layouts=layouts_of(compiled))
         if target.devices > 1:
             signature = replace(signature, placement=placement_of(compiled, own_layouts=True))
@@ -147,23 +164,5 @@ def build(variant: Variant) -> Built:
         seconds=time.perf_counter() - began,
         set_aside=str(kept.set_aside or ""),
         warning=found.warning,
+        unrecorded=not recorded,
     )
-
-
-def compile_lowered(variant: Variant, lowered: Any) -> Any:
-    """Compiles a traced variant, past JAX's persistent cache.
-
-    Raises:
-      ProgramError: the compiler refuses it.
-    """
-    from aot_lora import _jax_compat
-
-    try:
-        with _jax_compat.without_cache():
-            return lowered.compile()
-    except Exception as error:
-        raise ProgramError(
-            f"the compiler refused it: {type(error).__name__}: {str(error).strip()[:1000]}",
-            where=variant.name,
-            next_step="make the point smaller (tokens, lanes), or mend the program",
-        ) from error

@@ -9,7 +9,8 @@ from typing import Any
 from aot_lora.errors import ProgramError
 from aot_lora.plan import Plan, Variant
 from aot_lora.plan.memory import Measured
-from aot_lora.warmup.job import compile_lowered, this_worker
+from aot_lora.warmup.compile import compile_lowered
+from aot_lora.warmup.job import this_worker
 
 # XLA's status for a program that does not fit its device, on a CPU, GPU and TPU alike.
 _OVERFLOW = "RESOURCE_EXHAUSTED"
@@ -50,7 +51,7 @@ def measure(variant: Variant) -> Measured:
 
 
 def _present(worker: Any) -> bool:
-    return worker.job.target.platform != "tpu"  # a topology's devices are not there
+    return not worker.job.target.deviceless  # a topology's devices are not there
 
 
 def _by_kind(plan: Plan, args: Any, inputs: Any) -> tuple[int, int, int]:

@@ -142,7 +142,8 @@ def _warm_target(
 
 def _default_jobs(target: TargetSpec) -> int:
     # XLA's autotuner times kernels on the one GPU: a second process would spoil its timings.
-    return 1 if target.platform == "cuda" else usable_cores()
+    at_hand = target.platform == "cuda" and not target.deviceless
+    return 1 if at_hand else usable_cores()
 
 
 def _whole_entries(

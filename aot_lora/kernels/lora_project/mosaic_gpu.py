@@ -9,6 +9,7 @@ warpgroup copies, two multiply.
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -19,11 +20,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, GROUP, Lanes, lora_shrink
+from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, GROUP, Lanes, lora_shrink, slices
 from aot_lora.kernels.sizes import Sizes
 
 _EPILOGUE = 64
 """Rows and columns that an output leaves by at a time."""
+
+
+TUNINGS: tuple[dict[str, int], ...] = (
+    {},
+    {"shrink_t": 32},
+    {"shrink_t": 16, "block_o": 128},
+)
 
 
 def supports(sizes: Sizes, platform: str) -> str:
@@ -50,7 +58,6 @@ def extended(
     cores: int = 132,
     shrink_t: int = 64,
     shrink_d: int = 128,
-    shrink_l: int = 16,
 ) -> Arrays:
     """Projections with their adapters. Args and result: see `xla.laned`.
 
@@ -60,81 +67,83 @@ def extended(
       stages: tiles of inputs that are under way at once.
       width: tiles of rows that follow each other before the next outputs, for the cache.
       cores: streaming multiprocessors of the GPU; one block of threads stays on each.
-      shrink_t, shrink_d, shrink_l: rows, inputs and lanes of a tile of the shrink.
+      shrink_t, shrink_d: rows and inputs of a tile of the shrink.
     """
     rows = x.shape[0]
     padding = -rows % GROUP
     x = jnp.pad(x, ((0, padding), (0, 0)))
     batch = batch._replace(slots=jnp.pad(batch.slots, (0, padding), constant_values=-1))
     a_banks, b_banks = zip(*banks, strict=True)
-    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_d=shrink_d, block_l=shrink_l)[
-        0
-    ]
-    blocks, quantum = a_banks[0].shape[1:3]
-    places = layer * (blocks * quantum) + batch.rows
-    outputs: list[jax.Array] = []
-    for index, (weight, b_bank) in enumerate(zip(weights, b_banks, strict=True)):
-        lanes = b_bank.reshape(-1, b_bank.shape[-1]).at[places].get(mode="promise_in_bounds")
-        multiply = plgpu.kernel(
-            partial(_kernel, module=index, block_o=block_o, stages=stages, width=width),
-            out_type=jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype),
-            grid=(cores,),
-            grid_names=("core",),
-            num_threads=3,
-            thread_name="warpgroup",
-            scratch_types=_scratch(block_o, stages, x.dtype),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-            ),
-        )
-        outputs.append(multiply(x, weight, h, lanes, batch.wanted, batch.count)[:rows])
-    return tuple(outputs)
+    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_d=shrink_d)[0]
+    starts, flat = slices(b_banks, layer, batch)
+    multiply = plgpu.kernel(
+        partial(_kernel, block_o=block_o, stages=stages, width=width, modules=len(weights)),
+        out_type=tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype) for w in weights),
+        grid=(cores,),
+        grid_names=("core",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types=_scratch(block_o, stages, GRANULE // batch.slice_lanes, x.dtype),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    outputs = multiply(x, h, starts, batch.wanted, batch.counts, *weights, *flat)
+    return tuple(output[:rows] for output in outputs)
 
 
-def _scratch(block_o: int, stages: int, dtype: Any) -> dict[str, Any]:
+def _scratch(block_o: int, stages: int, pieces: int, dtype: Any) -> dict[str, Any]:
     tiled = (plgpu.TilingTransform((8, GRANULE)), plgpu.SwizzleTransform(128))
     return {
         "left": plgpu.SMEM((stages, GROUP, GRANULE), dtype, transforms=tiled),
         "right": plgpu.SMEM((stages, GRANULE, block_o), dtype, transforms=tiled),
         "leaving": plgpu.SMEM((2, 2, _EPILOGUE, _EPILOGUE), dtype, transforms=tiled),
         "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        # A granule comes in as many pieces as it has slices: these are the ones after the first.
+        "whole": plgpu.Barrier(num_arrivals=max(pieces - 1, 1), num_barriers=stages),
         "consumed": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
     }
 
 
 def _kernel(
     x: Any,
-    weight: Any,
     h: Any,
-    lanes: Any,
+    starts: Any,
     wanted: Any,
     count: Any,
-    output: Any,
-    *,
+    *refs: Any,
     left: Any,
     right: Any,
     leaving: Any,
     loaded: Any,
+    whole: Any,
     consumed: Any,
-    module: int,
+    modules: int,
     block_o: int,
     stages: int,
     width: int,
 ) -> None:
-    groups, columns = x.shape[0] // GROUP, weight.shape[1] // block_o
-    inputs = x.shape[1] // GRANULE
+    weights, banks, outputs = refs[:modules], refs[modules : 2 * modules], refs[2 * modules :]
+    ends = list(accumulate(weight.shape[1] // block_o for weight in weights))
+    groups, inputs = x.shape[0] // GROUP, x.shape[1] // GRANULE
+    lanes = h.shape[2] // starts.shape[0]
+    pieces = GRANULE // lanes
     core, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
 
-    def each_tile(work: Any) -> None:
-        """Calls work(group, column, step) for this core's tiles; it returns the next step."""
+    def each_tile(work: Any) -> Any:
+        """Calls work(group, column, step) for this core's tiles; each returns the next step."""
         cores = lax.axis_size("core")
-        mine = lax.div(groups * columns - core + cores - 1, cores)
+        mine = lax.div(groups * ends[-1] - core + cores - 1, cores)
 
         def one(index: Any, step: Any) -> Any:
-            place = plgpu.planar_snake(core + index * cores, (groups, columns), 0, width)
+            place = plgpu.planar_snake(core + index * cores, (groups, ends[-1]), 0, width)
             return work(*place, step)
 
-        lax.fori_loop(0, mine, one, jnp.int32(0))
+        return lax.fori_loop(0, mine, one, jnp.int32(0))
+
+    def in_module(column: Any, work: Any) -> None:
+        """Calls work(module, its own column) for the projection that a column of tiles is of."""
+        for module, end in enumerate(ends):
+            start = ends[module - 1] if module else 0
+            pl.when((column >= start) & (column < end))(partial(work, module, column - start))
 
     @pl.when(warpgroup == 2)
     def _() -> None:
@@ -142,31 +151,54 @@ def _kernel(
 
         def load(group: Any, column: Any, step: Any) -> Any:
             rows = pl.ds(group * GROUP, GROUP)
-            outputs = pl.ds(column * block_o, block_o)
 
-            def copy(step: Any, a: Any, b: Any) -> Any:
+            def free(step: Any) -> Any:
                 slot = lax.rem(step, stages)
 
                 @pl.when(step >= stages)
                 def _() -> None:
                     plgpu.barrier_wait(consumed.at[slot])
 
-                plgpu.copy_gmem_to_smem(a, left.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(b, right.at[slot], loaded.at[slot])
-                return step + 1
+                return slot
 
             def base(k: Any, step: Any) -> Any:
-                part = pl.ds(k * GRANULE, GRANULE)
-                return copy(step, x.at[rows, part], weight.at[part, outputs])
+                slot, part = free(step), pl.ds(k * GRANULE, GRANULE)
+                plgpu.copy_gmem_to_smem(x.at[rows, part], left.at[slot], loaded.at[slot])
+
+                def copy(module: int, own: Any) -> None:
+                    source = weights[module].at[part, pl.ds(own * block_o, block_o)]
+                    plgpu.copy_gmem_to_smem(source, right.at[slot], loaded.at[slot])
+
+                in_module(column, copy)
+                return step + 1
 
             def adapters(place: Any, step: Any) -> Any:
-                part = pl.ds(wanted[group, place] * GRANULE, GRANULE)
-                return copy(step, h.at[module, rows, part], lanes.at[part, outputs])
+                slot, granule = free(step), wanted[group, place]
+
+                def copy(module: int, own: Any) -> None:
+                    part = pl.ds(granule * GRANULE, GRANULE)
+                    source = h.at[module, rows, part]
+                    plgpu.copy_gmem_to_smem(source, left.at[slot], loaded.at[slot])
+                    for piece in range(pieces):
+                        start = pl.multiple_of(starts[granule * pieces + piece], 8)
+                        plgpu.copy_gmem_to_smem(
+                            banks[module].at[pl.ds(start, lanes), pl.ds(own * block_o, block_o)],
+                            right.at[slot, pl.ds(piece * lanes, lanes)],
+                            (whole if piece else loaded).at[slot],
+                        )
+
+                in_module(column, copy)
+                return step + 1
 
             step = lax.fori_loop(0, inputs, base, step)
             return lax.fori_loop(0, count[group], adapters, step)
 
-        each_tile(load)
+        end = each_tile(load)
+
+        def leave(step: Any, _: None) -> None:
+            plgpu.barrier_wait(consumed.at[lax.rem(step, stages)])
+
+        lax.fori_loop(lax.max(end - stages, 0), end, leave, None)
 
     @pl.when(warpgroup < 2)
     def _() -> None:
@@ -174,32 +206,41 @@ def _kernel(
         half = pl.ds(warpgroup * 64, 64)
 
         def multiply(group: Any, column: Any, step: Any) -> Any:
-            end = step + inputs + count[group]
+            middle = step + inputs
+            end = middle + count[group]
 
-            def accumulate(total: Any) -> None:
-                def one(step: Any, _: None) -> None:
+            def tile(total: Any) -> None:
+                def take(step: Any, adapters: bool) -> None:
                     slot = lax.rem(step, stages)
                     plgpu.barrier_wait(loaded.at[slot])
+                    if adapters and pieces > 1:
+                        plgpu.barrier_wait(whole.at[slot])
                     plgpu.wgmma(total, left.at[slot, half], right.at[slot])
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(consumed.at[slot])
 
-                lax.fori_loop(step, end, one, None)
-                result = total[...].astype(output.dtype)
-                for part in range(block_o // _EPILOGUE):
-                    within = slice(part * _EPILOGUE, (part + 1) * _EPILOGUE)
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    leaving[warpgroup, part % 2] = result[:, within]
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        leaving.at[warpgroup, part % 2],
-                        output.at[
-                            pl.ds(group * GROUP + warpgroup * 64, 64),
-                            pl.ds(column * block_o + part * _EPILOGUE, _EPILOGUE),
-                        ],
-                    )
+                lax.fori_loop(step, middle, lambda step, _: take(step, False), None)
+                lax.fori_loop(middle, end, lambda step, _: take(step, True), None)
+                result = total[...].astype(outputs[0].dtype)
 
-            pl.run_scoped(accumulate, total=plgpu.ACC((64, block_o), jnp.float32))
+                def store(module: int, own: Any) -> None:
+                    for part in range(block_o // _EPILOGUE):
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        within = slice(part * _EPILOGUE, (part + 1) * _EPILOGUE)
+                        leaving[warpgroup, part % 2] = result[:, within]
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(
+                            leaving.at[warpgroup, part % 2],
+                            outputs[module].at[
+                                pl.ds(group * GROUP + warpgroup * 64, 64),
+                                pl.ds(own * block_o + part * _EPILOGUE, _EPILOGUE),
+                            ],
+                        )
+
+                in_module(column, store)
+
+            accumulator = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+            pl.run_scoped(tile, total=accumulator((64, block_o), jnp.float32))
             return end
 
         each_tile(multiply)

@@ -18,15 +18,24 @@ from jax.experimental.pallas import triton as plgpu
 
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, Lanes, lora_shrink
+from aot_lora.kernels.lora_shrink.pallas_gpu import Lanes, lora_shrink, slices
 from aot_lora.kernels.sizes import Sizes
 
 MOST_TOKENS = 128
 """Rows that one tile holds; with more, weights are read again and large matmuls win."""
 
 
-_UNROLLED = 4
-"""Granules up to which their loop is none: Triton would hold several turns of it in shared memory."""
+_UNROLLED = 8
+"""Slices up to which their loop is none: Triton would hold several turns of it in shared memory."""
+
+
+TUNINGS: tuple[dict[str, int], ...] = (
+    {"block_d": 128, "block_o": 128, "splits": 4, "warps": 8, "stages": 4},
+    {"block_d": 256, "block_o": 64, "splits": 4, "warps": 4, "stages": 3},
+    {"block_d": 256, "block_o": 32, "splits": 8, "warps": 8, "stages": 4},
+    {"block_d": 512, "block_o": 32, "splits": 4, "warps": 4, "stages": 3},
+    {"block_d": 64, "block_o": 128, "splits": 2, "warps": 8, "stages": 4, "shrink_t": 16},
+)
 
 
 def supports(sizes: Sizes, platform: str) -> str:
@@ -53,7 +62,6 @@ def split_k(
     warps: int = 4,
     stages: int = 4,
     shrink_d: int = 128,
-    shrink_l: int = 16,
     shrink_t: int = MOST_TOKENS,
     interpret: bool = False,
 ) -> Arrays:
@@ -62,8 +70,7 @@ def split_k(
     Args:
       x, weights, banks, layer, batch: see there; `batch` from `lora_shrink.pallas_gpu.prepare`.
       block_d, block_o: inputs and outputs of a tile of the second launch.
-      splits: parts of D in the first; shrink_d, shrink_l, shrink_t: inputs, lanes and rows of its
-        tile.
+      splits: parts of D in the first; shrink_d, shrink_t: inputs and rows of its tile.
       warps, stages: of Triton, in the second.
       interpret: on the CPU, for tests.
     """
@@ -79,12 +86,10 @@ def split_k(
         batch,
         block_t=min(shrink_t, tokens),
         block_d=shrink_d,
-        block_l=shrink_l,
         splits=splits,
         interpret=interpret,
     )
-    quantum_rows = a_banks[0].shape[1] * a_banks[0].shape[2]
-    first = jnp.asarray(layer, jnp.int32).reshape(1) * quantum_rows
+    starts, flat = slices(b_banks, layer, batch)
     tiles = [weight.shape[1] // block_o for weight in weights]
     outputs = pl.pallas_call(
         partial(_kernel, block_d=block_d, block_o=block_o, tiles=tiles),
@@ -93,22 +98,13 @@ def split_k(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="lora_project",
-    )(
-        first,
-        batch.rows,
-        batch.granules,
-        x,
-        h,
-        *weights,
-        *(b.reshape(-1, b.shape[-1]) for b in b_banks),
-    )
+    )(starts, batch.used, x, h, *weights, *flat)
     return tuple(output[:rows] for output in outputs)
 
 
 def _kernel(
-    first: Any,
-    rows: Any,
-    granules: Any,
+    starts: Any,
+    used: Any,
     x: Any,
     h: Any,
     *refs: Any,
@@ -119,6 +115,7 @@ def _kernel(
     count = len(tiles)
     weights, banks, outputs = refs[:count], refs[count : 2 * count], refs[2 * count :]
     tokens, depth = x.shape
+    width = h.shape[3] // starts.shape[0]
     tile, start = pl.program_id(0), 0
     for index, (weight, bank, output) in enumerate(zip(weights, banks, outputs, strict=True)):
         end = start + tiles[index]
@@ -137,24 +134,23 @@ def _kernel(
                 inputs = pl.ds(k * block_d, block_d)
                 return total + plgpu.dot(x[:, inputs], weight[inputs, columns])
 
-            def adapters(granule: Any, total: jax.Array) -> jax.Array:
-                lanes = pl.ds(granule * GRANULE, GRANULE)
+            def adapters(lane: Any, total: jax.Array) -> jax.Array:
+                lanes = pl.ds(lane * width, width)
                 own = h[0, index, :, lanes].astype(jnp.float32)
                 for split in range(1, h.shape[0]):
                     own += h[split, index, :, lanes]
-                places = (first[0] + rows[lanes])[:, None]
-                within = (tile - start) * block_o + jnp.arange(block_o, dtype=jnp.int32)
-                b = plgpu.load(bank.at[places, within[None, :]])
-                own = jnp.where(granules[0, granule] > 0, own, 0.0)
+                # What nobody uses was not written.
+                own = jnp.where(used[0, lane] > 0, own, 0.0)
+                b = bank[pl.ds(starts[lane], width), columns]
                 return total + plgpu.dot(own.astype(x.dtype), b)
 
             total = jnp.zeros((tokens, block_o), jnp.float32)
             total = lax.fori_loop(0, depth // block_d, base, total)
-            if (count := rows.shape[0] // GRANULE) <= _UNROLLED:
-                for granule in range(count):
-                    total = adapters(granule, total)
+            if starts.shape[0] <= _UNROLLED:
+                for lane in range(starts.shape[0]):
+                    total = adapters(lane, total)
             else:
-                total = lax.fori_loop(0, count, adapters, total)
+                total = lax.fori_loop(0, starts.shape[0], adapters, total)
             output[:, columns] = total.astype(output.dtype)
 
         start = end

@@ -1,0 +1,107 @@
+"""From a plan to the table of its kernels: every form at every point, on the device at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from aot_lora.config.tables import Row, Table
+from aot_lora.decoder.lora import LAYER_SITES
+from aot_lora.kernels.forms import FORMS
+from aot_lora.plan import Module, Plan
+from aot_lora.tuning.measure import Point, Timed, Tuned, measure
+
+Say = Callable[[str], None]
+
+
+def tune(
+    plan: Plan,
+    *,
+    hardware: str,
+    source: str,
+    platform: str,
+    tokens: tuple[int, ...] = (),
+    lanes: tuple[int, ...] = (),
+    say: Say,
+) -> Table:
+    """Measures every form and each of its tunings at points of a plan.
+
+    Args:
+      plan: its sites, and unless given its buckets.
+      hardware, source: of the table.
+      platform: of the device.
+      tokens, lanes: buckets to measure at.
+      say: told of each point.
+    """
+    rows: list[Row] = []
+    for point in points(plan, tokens or plan.tokens.buckets, lanes or plan.lanes.buckets):
+        rows.append(row_of(point, timed := measure(point, candidates(), platform=platform)))
+        say(text_of(point, timed))
+    return Table(hardware=hardware, source=source, rows=tuple(rows))
+
+
+def candidates() -> dict[str, Tuned]:
+    """Every form by name, and each of its further tunings by name and number."""
+    found: dict[str, Tuned] = {}
+    for name, form in FORMS.items():
+        for number, tuning in enumerate(form.tunings):
+            found[f"{name}#{number}" if number else name] = form, tuning
+    return found
+
+
+def points(plan: Plan, tokens: tuple[int, ...], lanes: tuple[int, ...]) -> Iterator[Point]:
+    """A point for each site's sizes and each bucket, few rows first."""
+    sites = dict.fromkeys(
+        (site[0].d, tuple(module.o for module in site)) for site in sites_of(plan)
+    )
+    base = Point(tokens=1, d=1, o=(), ranks=(), block=plan.quantum, dtype=plan.dtype)
+    for rows in tokens:
+        # Few layers of many rows: their outputs are all kept.
+        layers = 8 if rows <= 512 else 3
+        for count in lanes:
+            for d, o in sites:
+                ranks = ranks_of(plan, count)
+                yield replace(base, tokens=rows, d=d, o=o, ranks=ranks, layers=layers)
+
+
+def sites_of(plan: Plan) -> list[tuple[Module, ...]]:
+    """Modules of the layers that read the same rows: a decoder's, else each alone."""
+    by = {module.name: module for module in plan.modules if module.layers > 1}
+    named = LAYER_SITES if plan.decoder else tuple((name,) for name in by)
+    found = [tuple(by[name] for name in site if name in by) for site in named]
+    return [site for site in found if site]
+
+
+def ranks_of(plan: Plan, lanes: int) -> tuple[int, ...]:
+    """As many equal adapters as the plan has slots for, of so many lanes in all."""
+    for slots in sorted(plan.slots, reverse=True):
+        for rank in plan.ranks:
+            if slots and slots * plan.adapter_lanes.bucket(rank) == lanes:
+                return (rank,) * slots
+    return (lanes,)
+
+
+def row_of(point: Point, timed: Timed) -> Row:
+    """The best tuning of each form at a point."""
+    best: dict[str, tuple[float, dict[str, int]]] = {}
+    for label, us in timed.forms.items():
+        name, _, number = label.partition("#")
+        if name not in best or us < best[name][0]:
+            best[name] = us, dict(FORMS[name].tunings[int(number or 0)])
+    return Row(
+        tokens=point.tokens,
+        lanes=point.sizes.lanes,
+        d=point.d,
+        o=sum(point.o),
+        us={name: round(us - timed.link, 2) for name, (us, _) in best.items()},
+        tuning={name: tuning for name, (_, tuning) in best.items() if tuning},
+    )
+
+
+def text_of(point: Point, timed: Timed) -> str:
+    """What was found at a point, in a line."""
+    base = timed.base - timed.link
+    parts = [f"{name} {(us - timed.base) / base:+.1%}" for name, us in timed.forms.items()]
+    parts += [f"{name} refused: {why[:60]}" for name, why in timed.refused.items()]
+    where = f"t{point.tokens} l{point.sizes.lanes} d{point.d} o{'+'.join(map(str, point.o))}"
+    return f"{where}: base {base:.1f} us; {'; '.join(parts)}"
