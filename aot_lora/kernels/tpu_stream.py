@@ -148,7 +148,7 @@ def column(values: jax.Array) -> jax.Array:
 
 
 def result(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
-    """What a kernel returns; under `jax.shard_map` it varies over the axes that any operand does."""
+    """What a kernel returns; under `jax.shard_map` it varies as its operands do together."""
     varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
     over = ManualAxisType(varying=frozenset[str]().union(*varying))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=over)
