@@ -3,7 +3,8 @@
 A new backend is a line in `BACKENDS`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -14,18 +15,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora import kernels
 from aot_lora.kernels import blocks
 from aot_lora.kernels.lora_expand import cases as expand_cases
+from aot_lora.kernels.lora_expand import pallas_tpu as expand_tpu
 from aot_lora.kernels.lora_expand import reference as expand_reference
 from aot_lora.kernels.lora_expand import xla as expand_xla
 from aot_lora.kernels.lora_shrink import cases as shrink_cases
+from aot_lora.kernels.lora_shrink import pallas_tpu as shrink_tpu
 from aot_lora.kernels.lora_shrink import reference as shrink_reference
 from aot_lora.kernels.lora_shrink import xla as shrink_xla
 from aot_lora.kernels.reference import lora, tolerance
 
-BACKENDS: dict[str, tuple[ModuleType, ModuleType]] = {"xla": (shrink_xla, expand_xla)}
+BACKENDS: dict[str, tuple[ModuleType, ModuleType]] = {
+    "xla": (shrink_xla, expand_xla),
+    "pallas_tpu": (shrink_tpu, expand_tpu),
+}
 QUANTUM, D_SIZE, O_SIZE = 8, 32, 48
 LAYERS, LAYER = 3, 1  # what a bank holds, and where the adapters of `serve` lie
 NOBODY = -2  # Owns the lanes that pad: no row has it as its slot.
@@ -49,8 +56,11 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A TPU's kernels run in TPU interpret mode, where memory nobody wrote is NaN."""
+    interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
+    with interpreted if request.param == "pallas_tpu" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel_names: s
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "aot_lora").rglob("*.py")}
     presets = {
         f"aot_lora/_presets/{path.relative_to(ROOT / 'buckets')}"
-        for suffix in ("*.yaml", "*.lock.json", "*.txtpb", "*.textproto")
+        for suffix in ("*.yaml", "*.json", "*.txtpb", "*.textproto")
         for path in (ROOT / "buckets").rglob(suffix)
     }
     held = {name for name in wheel_names if ".dist-info/" not in name}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from aot_lora.kernels.blocks import Layer
-from aot_lora.kernels.lora_project import baselines, mosaic_gpu, pallas_gpu, xla
+from aot_lora.kernels.lora_project import baselines, mosaic_gpu, pallas_gpu, pallas_tpu, xla
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
 from aot_lora.kernels.lora_shrink.pallas_gpu import prepare as prepare_lanes
 from aot_lora.kernels.sizes import Sizes
@@ -54,6 +54,24 @@ FORMS: dict[str, Form] = {
             supports=baselines.gather_supports,
         ),
         Form(name="ragged", prepare=baselines.prepare_sorted, project=baselines.ragged),
+        Form(
+            name="tpu_laned",
+            prepare=pallas_tpu.prepare,
+            project=pallas_tpu.laned,
+            supports=pallas_tpu.supports_laned,
+        ),
+        Form(
+            name="tpu_segments",
+            prepare=pallas_tpu.prepare_segments,
+            project=pallas_tpu.segmented,
+            supports=pallas_tpu.supports_segments,
+        ),
+        Form(
+            name="tpu_fused",
+            prepare=pallas_tpu.prepare,
+            project=pallas_tpu.fused,
+            supports=pallas_tpu.supports_fused,
+        ),
         Form(
             name="split_k",
             prepare=prepare_lanes,

@@ -1,0 +1,1 @@
+"""lora_fused: the base projection and the expand in one pass over the output."""
