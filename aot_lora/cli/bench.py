@@ -10,7 +10,7 @@ import click
 
 from aot_lora.cli.options import common, emit, note, read_config
 from aot_lora.config import presets
-from aot_lora.config.tables import read_table
+from aot_lora.config.tables import Table, read_table
 from aot_lora.errors import ConfigError, StoreError
 
 
@@ -53,33 +53,37 @@ def command(
 
     from aot_lora.kernels.forms import FORMS
     from aot_lora.targets.devices import host_devices
-    from aot_lora.tuning.table import merged, source_of, tune_plan
+    from aot_lora.tuning.table import measured, merged, source_of
 
     for name in forms:
         if name not in FORMS:
             raise click.UsageError(f"no form `{name}`; there are {', '.join(FORMS)}")
-    device = host_devices(target)[0]
-    table = tune_plan(
-        loaded.plan,
-        hardware=hardware,
-        source=source_of(device, config),
-        platform=target.platform,
-        tokens=tokens,
-        lanes=lanes,
-        forms=forms,
-        say=note,
+    source = source_of(host_devices(target)[0], config)
+    table = Table(hardware=hardware, source=source, rows=())
+    if tune and path.is_file():
+        table = read_table(path).model_copy(update={"source": source})
+    rows = measured(
+        loaded.plan, platform=target.platform, tokens=tokens, lanes=lanes, forms=forms, say=note
     )
-    if tune:
-        table = merged(read_table(path) if path.is_file() else None, table)
-        try:
-            path.write_text(table.text(), encoding="utf-8")
-        except OSError as error:
-            raise StoreError(
-                f"the table cannot be written: {error.strerror}", where=str(path)
-            ) from None
-        note(f"wrote {path}")
+    count = 0
+    for row in rows:
+        count += 1
+        table = merged(table, row)
+        if tune:  # After each: a run that is cut short keeps what it has.
+            _write(path, table)
     if form == "json":
-        emit({"rows": len(table.rows), "path": str(path) if tune else None})
-    elif not tune:
+        emit({"rows": count, "path": str(path) if tune else None})
+    elif tune:
+        print(f"{count} rows in {path}")
+    else:
         sys.stdout.write(table.text())
     sys.stdout.flush()
+
+
+def _write(path: Path, table: Table) -> None:
+    try:
+        path.write_text(table.text(), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"the table cannot be written: {error.strerror}", where=str(path)
+        ) from None

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from aot_lora.cli import forms
 from aot_lora.cli.memory import as_json, show
 from aot_lora.cli.options import common, emit, note, read_config, size, table
 from aot_lora.config import Config
@@ -42,6 +43,8 @@ def command(
             "bytes": store_bytes,
             "waste": [{"bucket_tokens": b, "waste": round(w, 4)} for b, w in waste],
         }
+        if plan.decoder and plan.with_lanes:
+            value["forms"] = {str(t): forms.as_json(plan, t) for t in loaded.targets}
         if memory:
             value["memory"] = {str(report.target): as_json(report) for report in reports}
         emit(value)
@@ -51,6 +54,9 @@ def command(
             f"estimate of a cold warmup: {seconds:.0f} s on {max(c.cores for c in costs)} cores, "
             f"{size(store_bytes)} in {loaded.store_root}"
         )
+        if plan.decoder and plan.with_lanes:
+            for target in loaded.targets:
+                forms.show(plan, target)
         for report in reports:
             show(loaded, report)
         if list_variants:

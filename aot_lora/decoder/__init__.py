@@ -12,7 +12,7 @@ Letters: T tokens (rows of a step), N layers, V vocabulary, and those of `aot_lo
 """
 
 from aot_lora.decoder.checkpoint import load_checkpoint
-from aot_lora.decoder.lora import LoraMaker, chosen_lora, laned_lora
+from aot_lora.decoder.lora import LoraMaker, chosen_lora
 from aot_lora.decoder.model import step
 from aot_lora.decoder.programs import decode_step, mixed_step, step_program
 from aot_lora.decoder.session import Session
@@ -26,7 +26,6 @@ __all__ = [
     "Weights",
     "chosen_lora",
     "decode_step",
-    "laned_lora",
     "load_checkpoint",
     "mixed_step",
     "random_weights",

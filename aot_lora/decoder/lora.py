@@ -11,7 +11,6 @@ from aot_lora.config.tables import Table
 from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.choice import Choice, choose
-from aot_lora.kernels.forms import PLAIN
 from aot_lora.kernels.sizes import Sizes
 from aot_lora.plan import HEAD_MODULE
 
@@ -43,7 +42,7 @@ def no_lora(site: Site, x: jax.Array, weights: Arrays, layer: Layer) -> Arrays:
     return tuple(x @ weight for weight in weights)
 
 
-def chosen_lora(chooser: Chooser, *, most: int) -> LoraMaker:
+def chosen_lora(chooser: Chooser, *, most: int, stacked: bool) -> LoraMaker:
     """Adapters by the form that `chooser` names for the sizes of each site.
 
     What a form needs of the batch is worked out once, before the layers.
@@ -51,12 +50,20 @@ def chosen_lora(chooser: Chooser, *, most: int) -> LoraMaker:
     Args:
       chooser: sizes -> the form for them.
       most: blocks of the largest adapter there may be.
+      stacked: whether the layers' weights lie in one stack.
     """
 
     def maker(banks: Banks, batch: Batch, sites: Sequence[Site]) -> Lora:
         with_banks = {site: tuple(name for name in site if name in banks) for site in sites}
         choices = {
-            site: chooser(sizes_of(batch, [banks[name] for name in own], most))
+            site: chooser(
+                sizes_of(
+                    batch,
+                    [banks[name] for name in own],
+                    most=most,
+                    stacked=stacked and site in LAYER_SITES,
+                )
+            )
             for site, own in with_banks.items()
             if own
         }
@@ -89,23 +96,21 @@ def chosen_lora(chooser: Chooser, *, most: int) -> LoraMaker:
     return maker
 
 
-def laned_lora(*, most: int) -> LoraMaker:
-    """Adapters in plain XLA, at every point."""
-    return chosen_lora(lambda _: Choice(form=PLAIN, reason="asked for"), most=most)
-
-
-def tabled_lora(table: Table | None, platform: str, *, most: int) -> LoraMaker:
+def tabled_lora(table: Table | None, platform: str, *, most: int, stacked: bool) -> LoraMaker:
     """Adapters by what was measured for the hardware."""
-    return chosen_lora(lambda sizes: choose(table, sizes, platform), most=most)
+    return chosen_lora(lambda sizes: choose(table, sizes, platform), most=most, stacked=stacked)
 
 
-def sizes_of(batch: Batch, banks: Sequence[tuple[jax.Array, jax.Array]], most: int) -> Sizes:
+def sizes_of(
+    batch: Batch, banks: Sequence[tuple[jax.Array, jax.Array]], *, most: int, stacked: bool
+) -> Sizes:
     """The sizes of a site, on one device.
 
     Args:
       batch: of its rows.
       banks: of its modules, as divided.
       most: blocks of the largest adapter there may be.
+      stacked: whether the weights lie in a stack of all layers.
     """
     a_bank = banks[0][0]
     quantum = a_bank.shape[2]
@@ -117,4 +122,5 @@ def sizes_of(batch: Batch, banks: Sequence[tuple[jax.Array, jax.Array]], most: i
         quantum=quantum,
         most=most,
         dtype=str(a_bank.dtype),
+        stacked=stacked,
     )

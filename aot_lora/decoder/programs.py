@@ -81,7 +81,8 @@ def step_program(
     maker = lora or tabled_lora(
         table_of(context.target),
         context.target.platform,
-        most=plan.adapter_lanes.buckets[-1] // plan.quantum,
+        most=plan.most_blocks,
+        stacked=not layers_apart(context.target.platform),
     )
 
     def base_step(weights: Tree, cache: Tree, rows: Tree, sampling: Tree) -> Any:

@@ -17,6 +17,8 @@ class Sizes:
       quantum: lanes of a block.
       most: blocks of the largest adapter there may be.
       dtype: of weights, banks and rows.
+      stacked: whether the weights lie in a stack of all layers, as a scan has them. XLA's matmuls
+        read a layer in place; a kernel is handed a copy of it.
     """
 
     tokens: int
@@ -26,3 +28,4 @@ class Sizes:
     quantum: int
     most: int
     dtype: str
+    stacked: bool = False

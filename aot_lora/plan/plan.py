@@ -76,6 +76,16 @@ class Plan:
         width = sum(module.layers * sum(self.widths(module)) for module in self.modules)
         return lanes * width * DTYPE_BYTES[self.dtype] if self.with_lora else 0
 
+    @property
+    def with_lanes(self) -> bool:
+        """Whether any batch may have adapters."""
+        return any(self.slots)
+
+    @property
+    def most_blocks(self) -> int:
+        """Bank blocks of the largest adapter there may be."""
+        return self.adapter_lanes.buckets[-1] // self.quantum
+
     def widths(self, module: Module) -> tuple[int, int]:
         """Widths (D, O) of a module's banks on each device."""
         by_d, by_o = (self.tp, 1) if module.split == "d" else (1, self.tp)
@@ -174,7 +184,7 @@ def _enumerate(plan: Plan) -> Iterator[Variant]:
                 break
             if 0 in plan.slots:
                 yield Variant(program=entry.name, tokens=tokens)
-            if any(plan.slots):
+            if plan.with_lanes:
                 for lanes in plan.lanes.buckets:
                     yield Variant(program=entry.name, tokens=tokens, lanes=lanes)
 

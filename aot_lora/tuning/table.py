@@ -17,33 +17,29 @@ from aot_lora.tuning.measure import Point, Timed, Tuned, measure
 Say = Callable[[str], None]
 
 
-def tune_plan(
+def measured(
     plan: Plan,
     *,
-    hardware: str,
-    source: str,
     platform: str,
     tokens: tuple[int, ...] = (),
     lanes: tuple[int, ...] = (),
     forms: tuple[str, ...] = (),
     say: Say,
-) -> Table:
-    """Measures every form and each of its tunings at points of a plan.
+) -> Iterator[Row]:
+    """Measures every form and each of its tunings at points of a plan, one after the other.
 
     Args:
       plan: its sites, and unless given its buckets.
-      hardware, source: of the table.
       platform: of the device.
       tokens, lanes: buckets to measure at.
       forms: to measure; all unless given.
       say: told of each point.
     """
-    rows: list[Row] = []
     wanted = candidates(forms or tuple(FORMS))
     for point in points(plan, tokens or plan.tokens.buckets, lanes or plan.lanes.buckets):
-        rows.append(row_of(point, timed := measure(point, wanted, platform=platform)))
+        timed = measure(point, wanted, platform=platform)
         say(text_of(point, timed))
-    return Table(hardware=hardware, source=source, rows=tuple(rows))
+        yield row_of(point, timed)
 
 
 def source_of(device: Any, config: str) -> str:
@@ -51,11 +47,10 @@ def source_of(device: Any, config: str) -> str:
     return f"aot-lora bench {config} --tune, on {device.device_kind} with jax {jax.__version__}"
 
 
-def merged(old: Table | None, new: Table) -> Table:
-    """A table with what was measured again in place of what it had."""
-    rows = {(row.tokens, row.lanes, row.d, row.o): row for row in (old.rows if old else ())}
-    rows |= {(row.tokens, row.lanes, row.d, row.o): row for row in new.rows}
-    return new.model_copy(update={"rows": tuple(rows[key] for key in sorted(rows))})
+def merged(table: Table, row: Row) -> Table:
+    """A table with a row, in place of what it had at that point."""
+    rows = {(one.tokens, one.lanes, one.d, one.o): one for one in (*table.rows, row)}
+    return table.model_copy(update={"rows": tuple(rows[key] for key in sorted(rows))})
 
 
 def candidates(names: Sequence[str]) -> dict[str, Tuned]:

@@ -42,6 +42,8 @@ def supports(sizes: Sizes, platform: str) -> str:
     """Why `split_k` cannot serve these sizes; empty where it can."""
     if platform != "cuda":
         return "it runs on a GPU"
+    if sizes.stacked:
+        return "each layer's weight would be copied out of the stack of all layers"
     if sizes.tokens > MOST_TOKENS:
         return f"more than {MOST_TOKENS} rows"
     if sizes.d % 1024 or any(o % 64 for o in sizes.o):

@@ -121,6 +121,8 @@ def supports_laned(sizes: Sizes, platform: str) -> str:
 
 def supports_fused(sizes: Sizes, platform: str) -> str:
     """Why `fused` cannot serve these sizes; empty where it can."""
+    if sizes.stacked:
+        return "each layer's weight would be copied out of the stack of all layers"
     return _first(shrink.supports, (sizes.d,), sizes, platform) or _each(
         fuse.supports, lambda o: (sizes.d, o), sizes, platform
     )
