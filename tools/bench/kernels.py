@@ -1,0 +1,160 @@
+"""Forms of lora_project against each other inside one program, checked before they are timed.
+
+    python tools/bench/kernels.py forms --platform cuda
+    python tools/bench/kernels.py forms --platform cuda --tokens 2048 --outputs 14336 --adapters 8
+    python tools/bench/kernels.py resident --platform cuda
+
+`forms`: what adapters cost on top of the base projection, each form against the best of what
+published systems do (one_hot, gather, ragged, and laned in plain XLA), and base and adapters
+against the base alone. Decode batches have random adapters, prompts come in runs. Goals on an H200:
+never slower than the best baseline; 8 adapters of rank 16 at most +8 % at 16 and 128 tokens, +6 %
+at 2,048 and 8,192.
+`resident`: one active adapter among 32 resident ones against one alone. Goal: the same.
+
+`kernels_tpu.py` is the same for a TPU that is not there, by the compiler's static costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import product
+from typing import Any
+
+from lines import emit, note
+
+_D = 4096
+_MIX = (8, 16, 32, 64, 128)
+_RANKS = {"r16": (16,), "r64": (64,), "r8..128": _MIX}
+_BASELINES = ("laned", "one_hot", "gather", "ragged")
+# One H200, measured there: a copy's bytes, and a large bf16 matmul.
+_H200_BYTES, _H200_FLOPS = 4.3e12, 790e12
+
+
+def forms(options: argparse.Namespace) -> None:
+    """Every form at every point."""
+    from aot_lora.kernels.forms import FORMS
+    from aot_lora.tuning.measure import measure
+    from aot_lora.tuning.table import candidates
+
+    wanted = candidates(options.form or tuple(FORMS))
+    grid = product(options.tokens, options.outputs, options.adapters, options.ranks)
+    for tokens, outputs, adapters, ranks in grid:
+        point = _point(options, tokens, outputs, adapters, _RANKS[ranks])
+        timed = measure(point, wanted, platform=options.platform)
+        case = f"kernels/{options.platform}/t{tokens}-o{outputs}-{adapters}x{ranks}"
+        base = timed.base - timed.link
+        costs = {label: us - timed.base for label, us in timed.forms.items()}
+        best = _best(costs)
+        baselines = {name: us for name, us in best.items() if name in _BASELINES}
+        peer = min(baselines, key=lambda name: baselines[name], default="")
+        for name, us in best.items():
+            emit(
+                case=case,
+                metric=f"{name}: adapters on top of the base",
+                value=us,
+                unit="us",
+                peer=f"best baseline, {peer}" if peer else None,
+                peer_value=baselines.get(peer),
+            )
+        if best:
+            peers = {"the base alone": base}
+            if options.platform == "cuda":
+                peers["floor of an H200's bytes and FLOPs"] = _floor(point) * 1e6
+            fastest = min(best, key=lambda name: best[name])
+            for peer, value in peers.items():
+                emit(
+                    case=case,
+                    metric=f"base and adapters, {fastest}",
+                    value=base + best[fastest],
+                    unit="us",
+                    peer=peer,
+                    peer_value=value,
+                )
+        for label, why in timed.refused.items():
+            note(f"{case}: not {label}: {why}")
+
+
+def resident(options: argparse.Namespace) -> None:
+    """One active adapter among many resident ones."""
+    from aot_lora.kernels.forms import FORMS
+    from aot_lora.tuning.measure import measure
+    from aot_lora.tuning.table import candidates
+
+    wanted = candidates(options.form or tuple(FORMS))
+    for tokens, outputs in product(options.tokens, options.outputs):
+        alone = _point(options, tokens, outputs, 1, (64,))
+        among = _point(options, tokens, outputs, 1, (64,), resident=31)
+        timed = [measure(point, wanted, platform=options.platform) for point in (alone, among)]
+        single, crowded = (_best(one.forms) for one in timed)
+        for name in single.keys() & crowded.keys():
+            emit(
+                case=f"kernels/{options.platform}/resident-t{tokens}-o{outputs}",
+                metric=f"{name}: base and 1 active adapter, 31 more resident",
+                value=crowded[name] - timed[1].link,
+                unit="us",
+                peer="no others resident",
+                peer_value=single[name] - timed[0].link,
+            )
+
+
+def _point(
+    options: argparse.Namespace,
+    tokens: int,
+    outputs: int,
+    adapters: int,
+    ranks: tuple[int, ...],
+    resident: int = 0,
+) -> Any:
+    from aot_lora.tuning.measure import Point
+
+    return Point(
+        tokens=tokens,
+        d=options.inputs,
+        o=(outputs,),
+        ranks=tuple(ranks[n % len(ranks)] for n in range(adapters)),
+        resident=resident,
+        layers=8 if tokens <= 512 else 3,
+        block=16,
+        dtype="float32" if options.platform == "cpu" else "bfloat16",
+    )
+
+
+def _best(times: dict[str, float]) -> dict[str, float]:
+    """The best tuning of each form."""
+    found: dict[str, float] = {}
+    for label, us in times.items():
+        name = label.partition("#")[0]
+        found[name] = min(us, found.get(name, us))
+    return found
+
+
+def _floor(point: Any) -> float:
+    """Seconds that an H200 needs for the bytes or the FLOPs of base and adapters, the larger."""
+    tokens, d, o, lanes = point.tokens, point.d, sum(point.o), point.sizes.lanes
+    mean = lanes / len(point.ranks)  # what a row's own adapter has
+    moved = 2 * (tokens * (d + o) + d * o + lanes * (d + o))
+    work = 2 * tokens * (d * o + mean * (d + o))
+    return max(moved / _H200_BYTES, work / _H200_FLOPS)
+
+
+def main() -> None:
+    """Picks the part to run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = parser.add_subparsers(required=True)
+    for name, run in (("forms", forms), ("resident", resident)):
+        part = parts.add_parser(name)
+        part.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
+        part.add_argument("--form", action="append", help="all unless given")
+        part.add_argument("--inputs", type=int, default=_D)
+        part.add_argument("--outputs", type=int, nargs="+", default=(4096, 14336))
+        part.add_argument("--tokens", type=int, nargs="+", default=(1, 16, 128, 2048, 8192))
+        part.set_defaults(run=run)
+        if name == "forms":
+            part.add_argument("--adapters", type=int, nargs="+", default=(1, 8, 32))
+            part.add_argument("--ranks", nargs="+", choices=_RANKS, default=tuple(_RANKS))
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
