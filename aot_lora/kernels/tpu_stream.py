@@ -115,6 +115,33 @@ def fresh(grid: tuple[int, int, int]) -> Any:
     return jnp.logical_or(grid[2] > 1, pl.program_id(1) == 0)
 
 
+def summed(part: jax.Array, acc: Any, steps: int, finish: Callable[[jax.Array], None]) -> None:
+    """Adds up the parts of the grid's last axis, and hands over their sum at its end.
+
+    Args:
+      part: this step's, float32.
+      acc: reference to as much VMEM; left alone where there is one step.
+      steps: of the last axis.
+      finish: called with the sum.
+    """
+    if steps == 1:
+        finish(part)
+        return
+    step = pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        acc[...] = part
+
+    @pl.when(jnp.logical_and(step > 0, step < steps - 1))
+    def _() -> None:
+        acc[...] += part
+
+    @pl.when(step == steps - 1)
+    def _() -> None:
+        finish(acc[...] + part)
+
+
 def gather_scratch(lanes: int, columns: int, dtype: Any, *, places: int = 2) -> list[Any]:
     """Scratch for a `Gather`: its tile and its semaphores."""
     return [pltpu.VMEM((places, lanes, columns), dtype), pltpu.SemaphoreType.DMA((places,))]

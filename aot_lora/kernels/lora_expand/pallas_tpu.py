@@ -28,6 +28,7 @@ from aot_lora.kernels.tpu_stream import (
     present,
     result,
     scalar,
+    summed,
 )
 
 
@@ -140,23 +141,7 @@ def _kernel(
     part = lax.dot_general(
         h[...], tile[place], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
-    finish = partial(add_to_base, out, base, slots)
-    if grid[2] == 1:
-        finish(part)
-        return
-    step = pl.program_id(2)
-
-    @pl.when(step == 0)
-    def _() -> None:
-        acc[...] = part
-
-    @pl.when(jnp.logical_and(step > 0, step < grid[2] - 1))
-    def _() -> None:
-        acc[...] += part
-
-    @pl.when(step == grid[2] - 1)
-    def _() -> None:
-        finish(acc[...] + part)
+    summed(part, acc, grid[2], partial(add_to_base, out, base, slots))
 
 
 def add_to_base(out: Any, base: Any, slots: Any, delta: jax.Array) -> None:

@@ -29,6 +29,7 @@ from aot_lora.kernels.tpu_stream import (
     present,
     result,
     scalar,
+    summed,
 )
 
 
@@ -137,23 +138,7 @@ def _kernel(
     part = lax.dot_general(
         x[...], tile[place], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
     )
-    finish = partial(_finish, out, owners, slots)
-    if grid[2] == 1:
-        finish(part)
-        return
-    step = pl.program_id(2)
-
-    @pl.when(step == 0)
-    def _() -> None:
-        acc[...] = part
-
-    @pl.when(jnp.logical_and(step > 0, step < grid[2] - 1))
-    def _() -> None:
-        acc[...] += part
-
-    @pl.when(step == grid[2] - 1)
-    def _() -> None:
-        finish(acc[...] + part)
+    summed(part, acc, grid[2], partial(_finish, out, owners, slots))
 
 
 def _finish(out: Any, owners: Any, slots: Any, h: jax.Array) -> None:
