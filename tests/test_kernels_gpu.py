@@ -48,12 +48,20 @@ def assert_right(form: Form, given: Served) -> None:
 # --- split_k -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quantum", [8, 16, 64])
 @pytest.mark.parametrize(
-    ("tokens", "splits", "dtype"),
-    [(1, 1, "float32"), (5, 2, "bfloat16"), (16, 2, "float32"), (64, 1, "bfloat16")],
+    ("quantum", "tokens", "splits", "dtype"),
+    [
+        (8, 1, 1, "float32"),
+        (8, 5, 2, "bfloat16"),
+        (8, 16, 2, "float32"),
+        (8, 64, 1, "bfloat16"),
+        (16, 1, 2, "bfloat16"),
+        (16, 16, 1, "float32"),
+        (64, 5, 1, "float32"),
+        (64, 64, 2, "bfloat16"),
+    ],
 )
-def test_split_k_is_the_reference(tokens: int, splits: int, dtype: str, quantum: int) -> None:
+def test_split_k_is_the_reference(quantum: int, tokens: int, splits: int, dtype: str) -> None:
     given = served(tokens, MIXED, 64, (64, 32), dtype=dtype, quantum=quantum)
 
     assert_right(split_k(splits=splits), given)
