@@ -1,127 +1,33 @@
 """Every form of lora_project against float32 numpy, and which one is chosen for a point."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from projecting import Served, expected, is_right, run, served
 
 from aot_lora import errors
 from aot_lora.config import tables
-from aot_lora.kernels.batch import Batch
-from aot_lora.kernels.blocks import NOBODY
 from aot_lora.kernels.choice import choose
 from aot_lora.kernels.forms import FORMS, PLAIN, Form
 from aot_lora.kernels.lora_project.cases import CASES
-from aot_lora.kernels.lora_project.reference import lora_project
-from aot_lora.kernels.reference import tolerance
 from aot_lora.kernels.sizes import Sizes
 from aot_lora.plan import TargetSpec
-
-QUANTUM, LAYERS, LAYER = 8, 2, 1
-
-
-class Served(NamedTuple):
-    """A batch with everything that a form is given."""
-
-    x: np.ndarray
-    weights: tuple[np.ndarray, ...]
-    banks: tuple[tuple[np.ndarray, np.ndarray], ...]
-    blocks: np.ndarray
-    owners: np.ndarray
-    slots: np.ndarray
-    most: int
-
-    def batch(self) -> Batch:
-        return Batch(*map(jnp.asarray, (self.blocks, self.owners, self.slots)))
-
-    def sizes(self) -> Sizes:
-        return Sizes(
-            tokens=len(self.x),
-            lanes=len(self.blocks) * QUANTUM,
-            d=self.x.shape[1],
-            o=tuple(weight.shape[1] for weight in self.weights),
-            quantum=QUANTUM,
-            most=self.most,
-            dtype=self.x.dtype.name,
-        )
-
-
-def served(
-    tokens: int,
-    ranks: Sequence[int],
-    d: int,
-    outputs: Sequence[int],
-    *,
-    slots: Sequence[int] | None = None,
-    lanes: int = 0,
-    dtype: str = "float32",
-) -> Served:
-    """Adapters of `ranks` in slots 0, 1, ... of banks with free blocks between; random rows."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> np.ndarray:
-        return (rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5).astype(jnp.dtype(dtype))
-
-    counts = [-(-rank // QUANTUM) for rank in ranks]
-    resident = 2 * sum(counts) + 2
-    free = iter(rng.permutation(np.arange(1, resident)))
-    own = [[int(next(free)) for _ in range(count)] for count in counts]
-    banks = tuple(
-        (normal(LAYERS, resident, QUANTUM, d), normal(LAYERS, resident, QUANTUM, o))
-        for o in outputs
-    )
-    for a_bank, b_bank in banks:
-        a_bank[:, 0], b_bank[:, 0] = 0, 0
-        for found, rank in zip(own, ranks, strict=True):
-            if rank % QUANTUM:  # Lanes past the rank are zero, as `bank_write` leaves them.
-                a_bank[:, found[-1], rank % QUANTUM :] = 0
-                b_bank[:, found[-1], rank % QUANTUM :] = 0
-    blocks = [block for found in own for block in found]
-    owners = [slot for slot, found in enumerate(own) for _ in found]
-    padding = max(lanes // QUANTUM - len(blocks), 0)
-    rows = rng.integers(-1, max(len(ranks), 1), tokens) if slots is None else np.asarray(slots)
-    return Served(
-        x=(rng.standard_normal((tokens, d), np.float32)).astype(jnp.dtype(dtype)),
-        weights=tuple(normal(d, o) for o in outputs),
-        banks=banks,
-        blocks=np.array(blocks + [0] * padding, np.int32),
-        owners=np.array(owners + [NOBODY] * padding, np.int32),
-        slots=rows.astype(np.int32),
-        most=max(counts, default=1),
-    )
-
-
-def run(form: Form, given: Served) -> tuple[np.ndarray, ...]:
-    """One jitted step: the batch worked out, then the projections."""
-
-    def step(batch: Batch, x: Any, weights: Any, banks: Any, layer: Any) -> Any:
-        prepared = form.prepare(batch, quantum=QUANTUM, most=given.most)
-        return form.project(x, weights, banks, layer, prepared)
-
-    found = jax.jit(step)(given.batch(), given.x, given.weights, given.banks, np.int32(LAYER))
-    return tuple(np.asarray(one) for one in found)
 
 
 def assert_right(form: Form, given: Served) -> None:
     """Close to the definition; and rows without an adapter are bit for bit the base."""
     if reason := form.supports(given.sizes(), "cpu"):
         pytest.skip(reason)
-    expected = lora_project(
-        given.x, given.weights, given.banks, LAYER, given.blocks, given.owners, given.slots
-    )
     base = jax.jit(lambda x, weights: tuple(x @ weight for weight in weights))(
         given.x, given.weights
     )
-    for found, right, plain in zip(run(form, given), expected, base, strict=True):
+    for found, right, plain in zip(run(form, given), expected(given), base, strict=True):
         assert (found.shape, found.dtype) == (right.shape, given.x.dtype)
-        error = np.linalg.norm(found.astype(np.float32) - right)
-        limit = tolerance(given.x.dtype.name, reduction=given.x.shape[1])
-        assert error <= 2 * limit * np.linalg.norm(right)
+        assert is_right(found, right, given)
         bare = given.slots == -1
         assert found[bare].tobytes() == np.asarray(plain)[bare].tobytes()
 

@@ -351,3 +351,62 @@ def test_a_neighbour_of_a_single_file_counts(write_config: Callable[..., Path]) 
     neighbour.write_text("width = 2\n")
     after = warm_identity(path.parent).parts
     assert [name for name in before if before[name] != after[name]] == ["source of alone"]
+
+
+# --- The table of kernels ------------------------------------------------------------------------
+
+KERNELS = "table of kernels"
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of tables, with one of a v6e, on a host on which everything is installed."""
+    monkeypatch.setattr(metadata, "version", lambda _: "1")
+    monkeypatch.setattr("aot_lora.config.presets.presets_root", lambda: tmp_path)
+    folder = tmp_path / "devices"
+    folder.mkdir()
+    text = '{"hardware": "v6e", "source": "a test", "rows": []}\n'
+    (folder / "v6e.kernels.json").write_text(text)
+    return folder
+
+
+def identity_on(config: Path, topology: str) -> WarmIdentity:
+    """For a chip of that name; for the CPU without one."""
+    target = TargetSpec("tpu", f"{topology}:1x1") if topology else TargetSpec("cpu")
+    return WarmIdentity.of(load_config(config), target)
+
+
+def test_a_byte_of_the_hardwares_table_changes_the_identity(
+    tiny_config: Path, tables: Path
+) -> None:
+    path = tables / "v6e.kernels.json"
+    before = identity_on(tiny_config, "v6e")
+    again = identity_on(tiny_config, "v6e")
+    path.write_text(path.read_text() + " ")
+    after = identity_on(tiny_config, "v6e")
+
+    assert before.identity == again.identity != after.identity
+    assert KERNELS in before.parts
+    assert KERNELS not in before.target_parts
+    (line,) = differences(shorten(after.parts), shorten(before.parts))
+    assert line.startswith(f"{KERNELS}: ")
+
+
+def test_a_table_that_is_removed_is_missed(tiny_config: Path, tables: Path) -> None:
+    before = identity_on(tiny_config, "v6e")
+    (tables / "v6e.kernels.json").unlink()
+    after = identity_on(tiny_config, "v6e")
+
+    assert KERNELS not in after.parts
+    assert after.identity != before.identity
+
+
+@pytest.mark.parametrize("topology", ["", "v5e"])
+def test_a_target_without_a_table_feels_no_other(
+    topology: str, tiny_config: Path, tables: Path
+) -> None:
+    before = identity_on(tiny_config, topology)
+    (tables / "v6e.kernels.json").write_text("another")
+
+    assert KERNELS not in before.parts
+    assert identity_on(tiny_config, topology) == before

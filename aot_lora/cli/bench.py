@@ -13,12 +13,14 @@ from aot_lora.config import presets
 from aot_lora.config.tables import Table, read_table
 from aot_lora.errors import ConfigError, StoreError
 
+_SIZE = click.IntRange(min=1)
+
 
 @click.command()
 @common
 @click.option("--tune", is_flag=True, help="Write the table that plans choose forms from.")
-@click.option("--tokens", type=int, multiple=True, help="A token bucket; all unless given.")
-@click.option("--lanes", type=int, multiple=True, help="A lane bucket; all unless given.")
+@click.option("--tokens", type=_SIZE, multiple=True, help="A token bucket; all unless given.")
+@click.option("--lanes", type=_SIZE, multiple=True, help="A lane bucket; all unless given.")
 @click.option("--form", "forms", multiple=True, help="A form; all unless given.")
 @click.option("-o", "--output", metavar="FILE", help="The table; the hardware's own unless given.")
 def command(

@@ -67,15 +67,19 @@ def table_of(target: TargetSpec) -> Table | None:
     return None if path is None else read_table(path)
 
 
-@cache
 def read_table(path: Path) -> Table:
     """Reads a table.
 
     Raises:
       ConfigError: it is damaged.
     """
+    return _parsed(path.read_bytes(), path)
+
+
+@cache
+def _parsed(text: bytes, path: Path) -> Table:
     try:
-        return Table.model_validate_json(path.read_text(encoding="utf-8"), strict=False)
+        return Table.model_validate_json(text, strict=False)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(

@@ -63,10 +63,11 @@ def candidates(names: Sequence[str]) -> dict[str, Tuned]:
 
 
 def points(plan: Plan, tokens: tuple[int, ...], lanes: tuple[int, ...]) -> Iterator[Point]:
-    """A point for each site's sizes and each bucket, few rows first."""
-    sites = dict.fromkeys(
-        (site[0].d, tuple(module.o for module in site)) for site in sites_of(plan)
-    )
+    """A point for each site's sizes on one device and each bucket, few rows first."""
+    sites: dict[tuple[int, tuple[int, ...]], None] = {}
+    for site in sites_of(plan):
+        widths = [plan.widths(module) for module in site]
+        sites[widths[0][0], tuple(o for _, o in widths)] = None
     base = Point(tokens=1, d=1, o=(), ranks=(), block=plan.quantum, dtype=plan.dtype)
     for rows in tokens:
         # Few layers of many rows: their outputs are all kept.
@@ -79,7 +80,7 @@ def points(plan: Plan, tokens: tuple[int, ...], lanes: tuple[int, ...]) -> Itera
 
 def sites_of(plan: Plan) -> list[tuple[Module, ...]]:
     """Modules of the layers that read the same rows: a decoder's, else each alone."""
-    by = {module.name: module for module in plan.modules if module.layers > 1}
+    by = {module.name: module for module in plan.modules if module.layers == plan.layers}
     named = LAYER_SITES if plan.decoder else tuple((name,) for name in by)
     found = [tuple(by[name] for name in site if name in by) for site in named]
     return [site for site in found if site]

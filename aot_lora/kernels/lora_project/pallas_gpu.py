@@ -8,6 +8,7 @@ or additions of their own.
 from __future__ import annotations
 
 from functools import partial
+from math import gcd
 from typing import Any
 
 import jax
@@ -71,7 +72,8 @@ def split_k(
 
     Args:
       x, weights, banks, layer, batch: see there; `batch` from `lora_shrink.pallas_gpu.prepare`.
-      block_d, block_o: inputs and outputs of a tile of the second launch.
+      block_d, block_o: inputs and outputs of a tile of the second launch; fewer outputs where
+        their number is no multiple.
       splits: parts of D in the first; shrink_d, shrink_t: inputs and rows of its tile.
       warps, stages: of Triton, in the second.
       interpret: on the CPU, for tests.
@@ -92,6 +94,8 @@ def split_k(
         interpret=interpret,
     )
     starts, flat = slices(b_banks, layer, batch)
+    # A tuning of other outputs may have wider tiles than divide these.
+    block_o = gcd(block_o, *(weight.shape[1] for weight in weights))
     tiles = [weight.shape[1] // block_o for weight in weights]
     outputs = pl.pallas_call(
         partial(_kernel, block_d=block_d, block_o=block_o, tiles=tiles),

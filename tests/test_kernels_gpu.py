@@ -1,0 +1,359 @@
+"""The GPU's kernels on the CPU: their numerics in interpret mode, and what each refuses.
+
+Memory that nobody wrote is NaN there, so that reading it shows.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from projecting import LAYER, Served, expected, is_right, poison, run, served
+
+from aot_lora.kernels.batch import Batch
+from aot_lora.kernels.blocks import NOBODY
+from aot_lora.kernels.forms import FORMS, PLAIN, Form
+from aot_lora.kernels.lora_project import mosaic_gpu, pallas_gpu
+from aot_lora.kernels.lora_shrink import pallas_gpu as shrink
+from aot_lora.kernels.lora_shrink import reference as shrink_reference
+from aot_lora.kernels.sizes import Sizes
+
+MIXED = (8, 128, 16, 32, 64)
+
+prepared = jax.jit(shrink.prepare, static_argnames=("quantum", "most"))
+
+
+def split_k(**tuning: int) -> Form:
+    """The form in interpret mode, in tiles that small matrices have several of."""
+    small = {"block_d": 32, "block_o": 32, "splits": 2, "shrink_d": 32, **tuning}
+    project = partial(pallas_gpu.split_k, interpret=True, **small)
+    return Form(name="split_k", prepare=shrink.prepare, project=project)
+
+
+def assert_right(form: Form, given: Served) -> None:
+    """The definition's, with NaN in all that the batch has nothing to do with."""
+    poison(given)
+    for found, right in zip(run(form, given), expected(given), strict=True):
+        assert (found.shape, found.dtype) == (right.shape, given.x.dtype)
+        assert is_right(found, right, given)
+
+
+# --- split_k -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantum", "tokens", "splits", "dtype"),
+    [
+        (8, 1, 1, "float32"),
+        (8, 5, 2, "bfloat16"),
+        (8, 16, 2, "float32"),
+        (8, 64, 1, "bfloat16"),
+        (16, 1, 2, "bfloat16"),
+        (16, 16, 1, "float32"),
+        (64, 5, 1, "float32"),
+        (64, 64, 2, "bfloat16"),
+    ],
+)
+def test_split_k_is_the_reference(quantum: int, tokens: int, splits: int, dtype: str) -> None:
+    given = served(tokens, MIXED, 64, (64, 32), dtype=dtype, quantum=quantum)
+
+    assert_right(split_k(splits=splits), given)
+
+
+def test_split_k_without_adapters_is_the_base() -> None:
+    given = served(6, (16,), 32, (32,), slots=[-1] * 6, quantum=16)
+    bare = given._replace(banks=tuple((a * 0, b * 0) for a, b in given.banks))
+    poison(given)
+
+    assert run(split_k(splits=1), given)[0].tobytes() == run(split_k(splits=1), bare)[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("given", "tuning"),
+    [
+        pytest.param(served(4, (), 64, (64,), slots=[-1] * 4, lanes=16), {}, id="no adapter"),
+        pytest.param(served(8, (8, 16), 64, (32,), slots=[1] * 8), {}, id="one is not used"),
+        pytest.param(served(8, (5, 17), 64, (32,)), {}, id="ranks of no whole quantum"),
+        pytest.param(served(8, (8, 16), 64, (32,), lanes=128), {}, id="many padding lanes"),
+        pytest.param(served(8, (96,), 64, (32,), quantum=48), {}, id="a quantum of three slices"),
+        pytest.param(served(8, (24, 24), 64, (32,), quantum=24), {}, id="an odd quantum"),
+        pytest.param(served(4, (16, 16), 64, (32,), slots=[0, 1, 7, -1]), {}, id="nobody's slot"),
+        pytest.param(served(100, MIXED, 64, (32,)), {"shrink_t": 16}, id="many shrink tiles"),
+        pytest.param(served(9, MIXED, 128, (32, 64, 96)), {"splits": 4}, id="three modules"),
+    ],
+)
+def test_split_k_bears_what_is_odd(given: Served, tuning: dict[str, int]) -> None:
+    assert_right(split_k(**tuning), given)
+
+
+@pytest.mark.parametrize("quantum", [8, 16])
+def test_split_k_loops_over_many_slices(quantum: int) -> None:
+    given = served(16, (16,) * 12, 64, (32,), quantum=quantum)
+    lanes = prepared(given.batch(), quantum=quantum, most=given.most)
+
+    assert lanes.used.shape[1] > pallas_gpu._UNROLLED
+    assert_right(split_k(), given)
+
+
+@pytest.mark.parametrize("number", range(len(pallas_gpu.TUNINGS)))
+def test_every_tuning_of_split_k_serves_all_that_it_does_not_refuse(number: int) -> None:
+    given = served(3, (64,), 1024, (64, 192), dtype="bfloat16", quantum=64)
+
+    assert not FORMS["split_k"].supports(given.sizes(), "cuda")
+    project = partial(pallas_gpu.split_k, interpret=True, **pallas_gpu.TUNINGS[number])
+    assert_right(replace(FORMS["split_k"], project=project), given)
+
+
+def test_what_the_batch_has_does_reach_the_result() -> None:
+    given = served(8, (16, 64), 64, (32,), slots=[0, 1] * 4)
+    given.banks[0][1][LAYER, given.blocks] = np.nan
+
+    assert np.isnan(run(split_k(), given)[0]).all()
+
+
+# --- lora_shrink ---------------------------------------------------------------------------------
+
+
+def shrunk(given: Served, **tuning: int) -> tuple[np.ndarray, np.ndarray, Any]:
+    """h [M, T, L] summed over the splits, which lanes lie in used granules [T, L], and lanes."""
+    lanes = prepared(given.batch(), quantum=given.quantum, most=given.most)
+    a_banks = tuple(a for a, _ in given.banks)
+    small = {"block_t": 16, "block_d": 32, **tuning}
+    h = jax.jit(partial(shrink.lora_shrink, interpret=True, **small))(
+        given.x, a_banks, np.int32(LAYER), lanes
+    )
+    groups = np.arange(len(given.x)) // shrink.GROUP
+    granules = np.repeat(np.asarray(lanes.granules), shrink.GRANULE, axis=1)
+    return np.asarray(h, np.float32).sum(0), granules[groups] > 0, lanes
+
+
+@pytest.mark.parametrize(("splits", "quantum"), [(1, 8), (2, 16), (2, 64)])
+def test_the_shrink_is_exactly_zero_on_lanes_of_others(splits: int, quantum: int) -> None:
+    given = served(48, MIXED, 64, (32, 32), quantum=quantum)
+    poison(given)
+    h, read, lanes = shrunk(given, splits=splits)
+    own = given.slots[:, None] == np.asarray(lanes.owners)[None, :]
+    count = len(given.blocks) * quantum
+
+    assert read[:, :count].all()
+    for found, (a_bank, _) in zip(h, given.banks, strict=True):
+        assert (found[~own & read] == 0).all()
+        assert (found[own] != 0).any()
+        right = shrink_reference.lora_shrink(
+            given.x, a_bank, LAYER, given.blocks, given.owners, given.slots
+        )
+        assert is_right(found[:, :count], right, given)
+
+
+@pytest.mark.parametrize("quantum", [16, 64])
+def test_the_shrink_leaves_alone_what_a_group_does_not_use(quantum: int) -> None:
+    # Two groups of 128 rows, each of an adapter of its own granule; nobody has the third.
+    slots = [0] * shrink.GROUP + [1] * shrink.GROUP
+    given = served(256, (64, 64, 64), 64, (32,), slots=slots, quantum=quantum)
+    given.banks[0][0][LAYER, given.blocks[given.owners == 2]] = np.nan
+    h, read, _ = shrunk(given, block_t=64)
+
+    assert read[:128].sum() == read[128:].sum() == 128 * 64
+    assert np.isfinite(h[0][read]).all()
+    assert np.isnan(h[0][~read]).all()
+
+
+def test_nan_of_a_granule_that_is_used_does_show() -> None:
+    given = served(16, (64,), 64, (32,), slots=[0] * 16, quantum=16)
+    given.banks[0][0][LAYER, given.blocks] = np.nan
+
+    assert np.isnan(shrunk(given)[0]).all()
+
+
+# --- prepare -------------------------------------------------------------------------------------
+
+
+BLOCKS = 12  # However many adapters own: a shape is compiled once.
+
+
+@st.composite
+def batches(draw: Any) -> tuple[Batch, int]:
+    """A batch of a few adapters, and its quantum."""
+    quantum = draw(st.sampled_from([8, 16, 24, 48, 64, 128]))
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    owners = [slot for slot, count in enumerate(counts) for _ in range(count)]
+    blocks = draw(st.permutations(range(1, 1 + len(owners))))
+    padding = BLOCKS - len(owners)
+    # In runs, because some row of 128 at random would use every granule.
+    runs = draw(st.lists(st.integers(-1, len(counts)), min_size=1, max_size=5))
+    slots = np.repeat(np.array(runs, np.int32), 64)[: draw(st.sampled_from([5, 300]))]
+    return Batch(
+        np.array([*blocks, *[0] * padding], np.int32),
+        np.array([*owners, *[NOBODY] * padding], np.int32),
+        np.pad(slots, (0, -len(slots) % 60), constant_values=-1),
+    ), quantum
+
+
+@drawn(batches())
+def test_each_group_wants_exactly_the_granules_that_its_rows_use(given: tuple[Batch, int]) -> None:
+    batch, quantum = given
+    lanes = jax.tree.map(np.asarray, prepared(batch, quantum=quantum, most=4))
+    owners = np.repeat(batch.owners, quantum)
+    count = len(owners)
+
+    assert len(lanes.owners) % shrink.GRANULE == 0
+    assert len(lanes.owners) - count < shrink.GRANULE
+    assert (lanes.owners[:count] == owners).all()
+    assert (lanes.owners[count:] == NOBODY).all()
+    assert (lanes.rows[:count] // quantum == np.repeat(batch.blocks, quantum)).all()
+    assert (lanes.rows[:count] % quantum == np.arange(count) % quantum).all()
+    assert (lanes.rows[count:] == 0).all()
+    assert len(lanes.counts) == -(-len(batch.slots) // shrink.GROUP)
+    for group, number in enumerate(lanes.counts):
+        rows = batch.slots[group * shrink.GROUP :][: shrink.GROUP]
+        used = np.flatnonzero(np.isin(owners, rows))
+        granules = sorted({int(lane) // shrink.GRANULE for lane in used})
+        slices = sorted({int(lane) // lanes.slice_lanes for lane in used})
+        assert lanes.wanted[group, :number].tolist() == granules
+        assert np.flatnonzero(lanes.granules[group]).tolist() == granules
+        assert np.flatnonzero(lanes.used[group]).tolist() == slices
+
+
+@pytest.mark.parametrize(
+    ("quantum", "width"), [(8, 16), (16, 16), (24, 16), (32, 32), (48, 16), (64, 64), (128, 64)]
+)
+def test_a_slice_never_leaves_its_block(quantum: int, width: int) -> None:
+    given = served(1, (quantum,) * 2, 16, (16,), quantum=quantum)
+    lanes = prepared(given.batch(), quantum=quantum, most=1)
+    starts, (flat,) = shrink.slices((jnp.asarray(given.banks[0][0]),), LAYER, lanes)
+
+    assert lanes.slice_lanes == width
+    found = np.concatenate([flat[start : start + width] for start in starts])
+    right = given.banks[0][0][LAYER, given.blocks].reshape(-1, 16)
+    assert (found[: 2 * quantum] == right).all()
+    assert (found[2 * quantum :] == 0).all()
+
+
+# --- extended ------------------------------------------------------------------------------------
+
+
+def plain_shrink(
+    x: jax.Array, a_banks: Any, layer: Any, lanes: shrink.Lanes, **tuning: int
+) -> jax.Array:
+    """The shrink without Triton, which Mosaic GPU's interpret mode has no use for.
+
+    As of the kernel, what lies outside the granules of a group is NaN.
+    """
+    del tuning
+    own = lanes.slots[:, None] == lanes.owners[None, :]
+    read = jnp.repeat(jnp.repeat(lanes.granules, shrink.GRANULE, axis=1), shrink.GROUP, axis=0)
+    found = []
+    for bank in a_banks:
+        _, blocks, quantum, d = bank.shape
+        rows = bank.reshape(-1, d)[layer * blocks * quantum + lanes.rows]
+        h = jnp.where(own, jnp.dot(x, rows.T, preferred_element_type=jnp.float32), 0)
+        found.append(jnp.where(read > 0, h, jnp.nan).astype(x.dtype))
+    return jnp.stack(found)[None]
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[np.ndarray, ...]]:
+    """Runs `extended` on two imaginary cores."""
+    monkeypatch.setattr(mosaic_gpu, "lora_shrink", plain_shrink)
+
+    def call(given: Served, **tuning: int) -> tuple[np.ndarray, ...]:
+        project = partial(mosaic_gpu.extended, cores=2, **tuning)
+        with plgpu.force_gpu_interpret_mode():
+            return run(replace(FORMS["extended"], project=project), given)
+
+    return call
+
+
+needs_interpret_mode = pytest.mark.skipif(
+    not hasattr(plgpu, "force_gpu_interpret_mode"),
+    reason="Mosaic GPU's interpret mode needs jax 0.11 or newer",
+)
+
+
+@needs_interpret_mode
+@pytest.mark.parametrize(
+    ("given", "tuning"),
+    [
+        pytest.param(
+            served(200, (16, 64, 16), 128, (256, 512), dtype="bfloat16", quantum=16),
+            {},
+            id="two groups and two modules in quarters of granules",
+        ),
+        pytest.param(
+            served(128, (64, 64, 64), 64, (256,), slots=[2] * 100 + [0] * 28, dtype="bfloat16",
+                   quantum=64),
+            {},
+            id="whole granules, one of which nobody uses",
+        ),
+        pytest.param(
+            served(128, (8, 24), 64, (256,), dtype="bfloat16"),
+            {"block_o": 128, "stages": 2},
+            id="blocks that are laid side by side, and narrow tiles",
+        ),
+        pytest.param(
+            served(128, (16,), 64, (256,), slots=[-1] * 128, dtype="bfloat16", quantum=16),
+            {},
+            id="no row has an adapter",
+        ),
+    ],
+)  # fmt: skip
+def test_extended_is_the_reference(
+    given: Served, tuning: dict[str, int], interpreted: Callable[..., tuple[np.ndarray, ...]]
+) -> None:
+    poison(given)
+    for found, right in zip(interpreted(given, **tuning), expected(given), strict=True):
+        assert (found.shape, found.dtype) == (right.shape, given.x.dtype)
+        assert is_right(found, right, given)
+
+
+@needs_interpret_mode
+def test_extended_adds_what_the_adapters_are(
+    interpreted: Callable[..., tuple[np.ndarray, ...]],
+) -> None:
+    given = served(128, (64,), 64, (256,), slots=[0] * 128, dtype="bfloat16", quantum=64)
+    bare = given._replace(slots=np.full(128, -1, np.int32))
+
+    assert not is_right(interpreted(bare)[0], expected(given)[0], given)
+
+
+# --- What each refuses ---------------------------------------------------------------------------
+
+FEW = Sizes(tokens=16, lanes=64, d=1024, o=(1024, 512), quantum=16, most=1, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "platform", "reason"),
+    [
+        ("split_k", {}, "cuda", ""),
+        ("split_k", {"tokens": 128, "dtype": "float32", "o": (64,)}, "cuda", ""),
+        ("split_k", {}, "cpu", "it runs on a GPU"),
+        ("split_k", {}, "tpu", "it runs on a GPU"),
+        ("split_k", {"tokens": 129}, "cuda", "more than 128 rows"),
+        ("split_k", {"d": 1536}, "cuda", "D is no multiple of 1,024"),
+        ("split_k", {"o": (64, 96)}, "cuda", "O none of 64"),
+        ("extended", {}, "cuda", ""),
+        ("extended", {"tokens": 4096, "d": 128, "dtype": "float16"}, "cuda", ""),
+        ("extended", {}, "cpu", "it runs on a Hopper GPU"),
+        ("extended", {"dtype": "float32"}, "cuda", "take 16-bit floats, not float32"),
+        ("extended", {"d": 192}, "cuda", "D is no multiple of 128"),
+        ("extended", {"o": (256, 128)}, "cuda", "O none of 256"),
+    ],
+)
+def test_a_form_says_why_it_does_not_serve(
+    name: str, changes: dict[str, Any], platform: str, reason: str
+) -> None:
+    found = FORMS[name].supports(replace(FEW, **changes), platform)
+
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_the_plain_form_serves_them_all() -> None:
+    assert not any(PLAIN.supports(FEW, platform) for platform in ("cpu", "cuda", "tpu"))
