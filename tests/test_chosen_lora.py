@@ -67,7 +67,7 @@ def test_modules_without_banks_are_projected_without_adapters(
     names: Site, recorder: Recorder
 ) -> None:
     given = served(6, (8, 16), 32, (32, 16, 48))
-    maker = chosen_lora(recorder.choose, most=given.most)
+    maker = chosen_lora(recorder.choose, most=given.most, stacked=False)
     outputs = stepped(given, maker, QKV, names)
     plain = jax.jit(lambda x, weights: tuple(x @ w for w in weights))(given.x, given.weights)
 
@@ -81,7 +81,12 @@ def test_modules_without_banks_are_projected_without_adapters(
 
 def test_a_form_is_asked_about_and_given_only_what_has_banks(recorder: Recorder) -> None:
     given = served(6, (8, 16), 32, (32, 16, 48))
-    stepped(given, chosen_lora(recorder.choose, most=given.most), QKV, ("q_proj", "v_proj"))
+    stepped(
+        given,
+        chosen_lora(recorder.choose, most=given.most, stacked=False),
+        QKV,
+        ("q_proj", "v_proj"),
+    )
 
     assert recorder.sizes == [replace(given.sizes(), o=(32, 48))]
     assert recorder.projected == [((32, 48), {})]
@@ -89,7 +94,7 @@ def test_a_form_is_asked_about_and_given_only_what_has_banks(recorder: Recorder)
 
 def test_a_site_without_banks_asks_for_no_form(recorder: Recorder) -> None:
     given = served(6, (8, 16), 32, (32, 16, 48))
-    stepped(given, chosen_lora(recorder.choose, most=given.most), QKV, ())
+    stepped(given, chosen_lora(recorder.choose, most=given.most, stacked=False), QKV, ())
 
     assert (recorder.sizes, recorder.prepared, recorder.projected) == ([], 0, [])
 
@@ -97,7 +102,9 @@ def test_a_site_without_banks_asks_for_no_form(recorder: Recorder) -> None:
 def test_a_batch_is_prepared_once_for_all_sites_of_a_form(recorder: Recorder) -> None:
     given = served(6, (8, 16), 32, (32, 16))
     banks = dict(zip(GATES, given.banks, strict=True))
-    chosen_lora(recorder.choose, most=given.most)(banks, given.batch(), [GATES[:1], GATES[1:]])
+    chosen_lora(recorder.choose, most=given.most, stacked=False)(
+        banks, given.batch(), [GATES[:1], GATES[1:]]
+    )
 
     assert len(recorder.sizes) == 2
     assert recorder.prepared == 1
@@ -124,7 +131,7 @@ def test_a_table_names_the_form_and_its_tuning(
     measured: Table | None, used: bool, recorder: Recorder
 ) -> None:
     given = served(6, (8, 16), 32, (32, 16, 48))
-    maker = tabled_lora(measured, "cpu", most=given.most)
+    maker = tabled_lora(measured, "cpu", most=given.most, stacked=False)
     for found, right in zip(stepped(given, maker, QKV, QKV), expected(given), strict=True):
         assert is_right(found, right, given)
 

@@ -1,5 +1,6 @@
 """Every form of lora_project against float32 numpy, and which one is chosen for a point."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,10 @@ def test_tables_in_the_tree_can_be_read() -> None:
         found = tables.read_table(path)
         assert found.hardware == path.name.partition(".")[0]
         assert {name for row in found.rows for name in row.us} <= set(FORMS)
+        for row in found.rows:
+            for name, tuning in row.tuning.items():
+                accepted = inspect.signature(FORMS[name].project).parameters
+                assert "tuning" in accepted or set(tuning) <= set(accepted), (path, row)
         target = TargetSpec(platform="cuda", topology=found.hardware)
         assert tables.table_of(target) is found
         assert len(tables.table_digest(target)) == 64

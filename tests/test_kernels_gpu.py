@@ -344,15 +344,31 @@ FEW = Sizes(tokens=16, lanes=64, d=1024, o=(1024, 512), quantum=16, most=1, dtyp
         ("extended", {"dtype": "float32"}, "cuda", "take 16-bit floats, not float32"),
         ("extended", {"d": 192}, "cuda", "D is no multiple of 128"),
         ("extended", {"o": (256, 128)}, "cuda", "O none of 256"),
+        ("split_k", {"stacked": True}, "cuda", "copied out of the stack"),
+        ("extended", {"stacked": True}, "cuda", "copied out of the stack"),
+        ("tpu_fused", {"stacked": True}, "tpu", "copied out of the stack"),
+        ("tpu_fused", {}, "tpu", ""),
+        ("tpu_laned", {"stacked": True}, "tpu", ""),
     ],
 )
 def test_a_form_says_why_it_does_not_serve(
-    name: str, changes: dict[str, Any], platform: str, reason: str
+    name: str,
+    changes: dict[str, Any],
+    platform: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     found = FORMS[name].supports(replace(FEW, **changes), platform)
 
     assert reason in found
     assert bool(found) == bool(reason)
+
+
+def test_extended_needs_a_jax_that_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+
+    assert FORMS["extended"].supports(FEW, "cuda").startswith("it needs jax 0.11")
 
 
 def test_the_plain_form_serves_them_all() -> None:

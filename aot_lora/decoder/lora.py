@@ -89,7 +89,7 @@ def chosen_lora(chooser: Chooser, *, most: int, stacked: bool) -> LoraMaker:
                 prepared[choice.form.name],
             )
             found = dict(zip(own, outputs, strict=True))
-            return tuple(found.get(name, x @ by[name]) for name in site)
+            return tuple(found[name] if name in found else x @ by[name] for name in site)
 
         return project
 

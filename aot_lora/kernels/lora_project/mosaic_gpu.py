@@ -40,12 +40,12 @@ def supports(sizes: Sizes, platform: str) -> str:
         return "it runs on a Hopper GPU"
     if sizes.stacked:
         return "each layer's weight would be copied out of the stack of all layers"
-    if jax.__version_info__ < (0, 11):
-        return f"it needs jax 0.11, and this is {jax.__version__}"
     if sizes.dtype not in ("bfloat16", "float16"):
         return f"its tensor cores take 16-bit floats, not {sizes.dtype}"
     if sizes.d % 128 or any(o % 256 for o in sizes.o):
         return "D is no multiple of 128, or O none of 256"
+    if jax.__version_info__ < (0, 11):
+        return f"it needs jax 0.11, and this is {jax.__version__}"
     return ""
 
 
