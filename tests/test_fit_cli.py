@@ -10,7 +10,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from aot_lora import load_config
 from aot_lora.cli.main import run
-from aot_lora.errors import EXIT_OK, EXIT_USAGE
+from aot_lora.errors import EXIT_OK, EXIT_USAGE, ConfigError
 
 
 @pytest.fixture
@@ -135,3 +135,49 @@ def test_help_says_what_a_trace_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: aot-lora fit [OPTIONS] TRAFFIC" in out
     assert "TIMESTAMP,ContextTokens,GeneratedTokens" in out
     assert err == ""
+
+
+# --- `buckets: {fit: ...}` -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["steps", "prompts"])
+def test_a_config_may_name_the_trace_itself(
+    of: str, trace: Path, write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = f"{{fit: trace.csv, count: 4, multiple: 8, sequences: 8, of: {of}}}"
+    config = write_config(tokens=f"{{budget: 64, buckets: {policy}}}  # of a step")
+    options = ["--config", str(config), "--count", "4", "--multiple", "8", "--sequences", "8"]
+    out, _ = asked([str(trace), *options, "--of", of, "--format", "json", "--write"], capsys)
+    before = load_config(config).plan
+
+    assert list(before.tokens.buckets) == json.loads(out)["buckets"]
+    trace.unlink()  # the list is written out: same plan, same identity
+    assert "fit" not in config.read_text()
+    assert load_config(config).plan.digest() == before.digest()
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "said"),
+    [
+        ("{fit: trace.csv, count: 3}", 64, "a budget of 64 tokens for 256 sequences"),
+        ("{fit: trace.csv, count: 3, sequences: 70}", 64, "a budget of 64 tokens for 70 sequences"),
+        ("{fit: none.csv, count: 3}", 64, "the trace to fit is no file"),
+    ],
+)
+def test_a_config_that_cannot_be_fitted_names_its_place(
+    policy: str, budget: int, said: str, trace: Path, write_config: Callable[..., Path]
+) -> None:
+    config = write_config(tokens=f"{{budget: {budget}, buckets: {policy}}}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(config)
+
+    assert str(caught.value).startswith(f"{config}:5:22: {said}")
+    assert trace.is_file()
+
+
+def test_a_bad_trace_of_a_config_names_its_line(
+    trace: Path, write_config: Callable[..., Path]
+) -> None:
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,2,3\n2,,3\n")
+    with pytest.raises(ConfigError, match=r"trace\.csv:3: bad prompt tokens"):
+        load_config(write_config(tokens="{budget: 64, buckets: {fit: trace.csv, count: 3}}"))
