@@ -19,6 +19,7 @@ from aot_lora.plan.fit import (
     Roofline,
     _chain,
     _lower_hull,
+    excess,
     fit,
     histogram,
     padded_tokens,
@@ -81,6 +82,29 @@ def test_no_choice_of_buckets_costs_less(
     assert total(buckets, lengths, counts, cost) == pytest.approx(least)
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("cost", COSTS)
+def test_many_lengths_are_fitted_as_a_table_of_all_choices_does(seed: int, cost: Cost) -> None:
+    random = np.random.default_rng(seed)
+    size = int(random.integers(50, 400))
+    lengths = np.unique(random.integers(1, 2000, size)) if seed % 2 else np.arange(1, size)
+    counts = random.geometric(random.choice([0.5, 0.01, 0.0001]), len(lengths))
+    count = int(random.integers(2, 20))
+    before = np.concatenate(([0], np.cumsum(counts)))
+    # row j: the cost of lengths i .. j in a bucket of length j
+    spans = (before[1:, None] - before[None, :-1]) * np.asarray(cost(lengths), float)[:, None]
+    spans[np.triu_indices(len(lengths), 1)] = np.inf
+    best = spans[:, 0]
+    for _ in range(count - 1):
+        starts = np.concatenate(([0.0], best[:-1]))
+        best = np.minimum(best, (spans + starts[None, :]).min(axis=1))
+    budget = int(lengths[-1])
+
+    found = fit(lengths, counts, count=count, multiple=1, budget=budget, cost=cost)
+
+    assert total(found, lengths, counts, cost) == pytest.approx(best[-1], rel=1e-12)
+
+
 @given(found=TRAFFIC, multiple=st.sampled_from([1, 8]))
 def test_more_buckets_never_waste_more(found: dict[int, int], multiple: int) -> None:
     lengths, counts = arrays(found)
@@ -119,6 +143,10 @@ def test_the_roofline_does_not_pay_for_buckets_below_its_ridge() -> None:
     assert fit(lengths, counts, count=3, multiple=1, budget=64) == (1, 10, 64)
     found = fit(lengths, counts, count=3, multiple=1, budget=64, cost=ROOF)
     assert found[-2:] == (40, 64)
+    assert excess(found, lengths, counts, cost=ROOF) < excess(
+        (1, 10, 64), lengths, counts, cost=ROOF
+    )
+    assert excess(found, lengths, counts, cost=padded_tokens) == waste(found, lengths, counts)
     assert ROOF(np.array([1, 15, 64])).tolist() == [10.0, 10.0, pytest.approx(128 / 3)]
 
 
@@ -216,6 +244,11 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
+        (
+            {"count": 10_001},
+            "10,001 buckets were asked for\n  expected: a count of at most 10,000",
+        ),
+        ({"budget": 2**31}, "a budget of 2,147,483,648\n  expected: at most 2,147,483,647"),
         ({"count": 0}, "no buckets were asked for\n  expected: a count of at least 1"),
         ({"multiple": 0}, "buckets cannot be multiples of 0\n  expected: for instance 8 or 16"),
         (

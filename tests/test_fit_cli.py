@@ -113,6 +113,11 @@ def test_an_overloaded_server_is_said(trace: Path, capsys: pytest.CaptureFixture
         (["--count", "-1"], "no buckets were asked for"),
         (["--multiple", "0"], "buckets cannot be multiples of 0"),
         (["--step-ms", "0"], "a step that takes no time"),
+        (["--step-ms", "nan"], "a step that takes no time"),
+        (["--token-us", "inf"], "a step that takes no time"),
+        (["--count", "99999"], "99,999 buckets were asked for"),
+        (["--budget", str(10**30)], "a budget of 1,000,000,000,000"),
+        (["--multiple", str(10**30), "--small"], "the budget 2048 is below the smallest bucket 10"),
         (["--of", "prompts", "--slots", "2"], "TRACE: no adapters to fit slots to"),
         (["--slots", "0"], "no buckets were asked for"),
         (["--budget", "0"], "a budget of 0 tokens for 256 sequences"),
@@ -135,6 +140,32 @@ def test_help_says_what_a_trace_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: aot-lora fit [OPTIONS] TRAFFIC" in out
     assert "TIMESTAMP,ContextTokens,GeneratedTokens" in out
     assert err == ""
+
+
+def test_buckets_that_the_rest_of_a_config_refuses_are_not_written(
+    trace: Path, write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tokens="{budget: 64, buckets: pow2, prefill_chunk: 64}")
+    before = config.read_text()
+    options = ["--config", str(config), "--budget", "48", "--sequences", "4", "--write"]
+    _, err = asked([str(trace), *options], capsys, EXIT_USAGE)
+
+    assert f"{config}: not written: with these buckets it is no good config\n" in err
+    assert "found: `tokens`: prefill_chunk 64 is above the largest bucket 48" in err
+    assert config.read_text() == before
+    assert sorted(path.name for path in config.parent.iterdir()) == ["tiny.yaml", "trace.csv"]
+
+
+def test_a_link_to_a_config_stays_one(
+    trace: Path, write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tokens="{budget: 64, buckets: pow2}")
+    link = config.with_name("link.yaml")
+    link.symlink_to(config.name)
+    asked([str(trace), "--config", str(link), "--sequences", "4", "--write"], capsys)
+
+    assert link.is_symlink()
+    assert "pow2" not in config.read_text()
 
 
 # --- `buckets: {fit: ...}` -----------------------------------------------------------------------

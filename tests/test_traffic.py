@@ -111,6 +111,7 @@ NEEDED = "an integer from {} to 2,147,483,647"
         ),
         (BASE + "[1]\n", ":2", "not a request\n  expected: an object such as"),
         (BASE + "{\n", ":2", "not valid JSON: "),
+        (BASE + "[" * 200_000, ":2", "nested too deeply"),
         (BASE + '{"time": 1, "output_tokens": 4}\n', ":2", "no prompt tokens"),
         (BASE.replace("3", "true"), ":1", "bad prompt tokens"),
         (BASE.replace("3", "null"), ":1", "bad prompt tokens"),

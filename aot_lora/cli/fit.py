@@ -9,10 +9,10 @@ from typing import Any, cast, get_args
 import click
 
 from aot_lora.cli.options import FORMATS, emit, note, read_config, table
-from aot_lora.config import Config
+from aot_lora.config import Config, load_config
 from aot_lora.config.edit import with_token_buckets
 from aot_lora.config.traffic import read_traffic
-from aot_lora.errors import ConfigError
+from aot_lora.errors import AotLoraError, ConfigError
 from aot_lora.plan.chips import roofline
 from aot_lora.plan.compare import Lengths, Of, Policy, compare, lengths_of
 from aot_lora.plan.fit import padded_tokens
@@ -74,9 +74,11 @@ def command(
         step_seconds=step_ms / 1e3,
         token_seconds=token_us / 1e6,
     )
-    if step_ms <= 0 or token_us < 0:
+    if not (0 < step_ms < 1e9 and 0 <= token_us < 1e9):
         raise ConfigError(
-            "a step that takes no time", expected="--step-ms above 0, --token-us from 0"
+            "a step that takes no time, or no end of it",
+            expected="--step-ms above 0, --token-us from 0",
+            found=f"{step_ms:g}, {token_us:g}",
         )
     lengths, steps = lengths_of(loaded, of=cast("Of", of), server=server)
     if held and held[-1] < lengths.values.max():
@@ -112,7 +114,7 @@ def command(
         )
     else:
         print(_summary(traffic, len(loaded), server, steps, clipped))
-        _show(policies, "tokens")
+        _show(policies, "tokens", timed=cost != "tokens")
         if slot_policies:
             _show(slot_policies, "slots")
             print(f"slots: {_slot_buckets(slot_policies, steps)}")
@@ -172,6 +174,7 @@ def _summary(
     return (
         f"{head}, {steps.count:,} steps of at most {server.budget:,} tokens and "
         f"{server.sequences:,} sequences"
+        + ("" if steps.slots is None else f", at most {steps.slots.max()} adapters in one")
     )
 
 
@@ -179,15 +182,16 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _show(policies: tuple[Policy, ...], axis: str) -> None:
-    table(
-        f"waste of the {axis} axis (padded over real, less one)",
-        ("policy", "buckets", "whole trace", "held-out half", "later half"),
-        [
-            (p.name, str(len(p.buckets)), *map(_percent, (p.waste, p.held_out, p.later)))
-            for p in policies
-        ],
-    )
+def _show(policies: tuple[Policy, ...], axis: str, *, timed: bool = False) -> None:
+    columns = ("policy", "buckets", "whole trace", "held-out half", "later half")
+    rows = [
+        (p.name, str(len(p.buckets)), *map(_percent, (p.waste, p.held_out, p.later)))
+        for p in policies
+    ]
+    if timed:
+        columns = (*columns, "seconds, whole trace")
+        rows = [(*row, _percent(p.excess)) for row, p in zip(rows, policies, strict=True)]
+    table(f"waste of the {axis} axis (padded over real, less one)", columns, rows)
     for policy in policies:
         total = sum(use.steps for use in policy.used)
         padded = sum(use.bucket * use.steps - use.real for use in policy.used)
@@ -209,6 +213,7 @@ def _as_json(policy: Policy) -> dict[str, Any]:
         "waste": round(policy.waste, 4),
         "held_out": round(policy.held_out, 4),
         "later": round(policy.later, 4),
+        "cost": round(policy.excess, 4),
         "buckets": [
             {"bucket_tokens": use.bucket, "steps": use.steps, "waste": round(use.waste, 4)}
             for use in policy.used
@@ -217,13 +222,23 @@ def _as_json(policy: Policy) -> dict[str, Any]:
 
 
 def _write(path: Path, buckets: tuple[int, ...]) -> None:
+    path = path.resolve()  # a link stays one
     text = path.read_bytes().decode("utf-8")
     after = with_token_buckets(text, str(path), buckets)
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         beside.write_bytes(after.encode("utf-8"))
         beside.chmod(path.stat().st_mode)
+        load_config(beside)
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"cannot be written: {error.strerror}", where=str(path)) from None
+    except AotLoraError as error:
+        raise ConfigError(
+            "not written: with these buckets it is no good config",
+            where=str(path),
+            found=error.problem + (f", expected {error.expected}" if error.expected else ""),
+            next_step="change what does not go with them, or fit others",
+        ) from None
+    finally:
+        beside.unlink(missing_ok=True)

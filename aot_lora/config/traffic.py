@@ -133,6 +133,8 @@ def _json_rows(first: str, lines: Iterator[str], path: Path, timed: bool) -> Ite
                 value = json.loads(text)
             except ValueError as error:
                 raise ConfigError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
+            except RecursionError:
+                raise ConfigError("nested too deeply", where=f"{path}:{line}") from None
             if not isinstance(value, dict):
                 raise ConfigError(
                     "not a request",

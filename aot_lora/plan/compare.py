@@ -10,7 +10,17 @@ import numpy as np
 
 from aot_lora.errors import PlanError
 from aot_lora.plan.axes import pow2_buckets, step_buckets
-from aot_lora.plan.fit import BucketUse, Cost, Ints, fit, histogram, padded_tokens, usage, waste
+from aot_lora.plan.fit import (
+    BucketUse,
+    Cost,
+    Ints,
+    excess,
+    fit,
+    histogram,
+    padded_tokens,
+    usage,
+    waste,
+)
 from aot_lora.plan.plan import round_up
 from aot_lora.plan.simulate import Server, Steps, Traffic, simulate
 
@@ -55,6 +65,7 @@ class Policy:
       waste: on the whole trace.
       held_out: on every second run of it, if made of the others.
       later: on its later half, if made of the earlier one.
+      excess: the cost of the whole trace, padded over as it is, less one.
       used: what lands in each bucket.
     """
 
@@ -63,6 +74,7 @@ class Policy:
     waste: float
     held_out: float
     later: float
+    excess: float
     used: tuple[BucketUse, ...]
 
 
@@ -127,6 +139,7 @@ def compare(
                 waste=waste(buckets, *lengths.counted()),
                 held_out=out[0],
                 later=out[1],
+                excess=excess(buckets, *lengths.counted(), cost=cost),
                 used=usage(buckets, *lengths.counted()),
             )
         )

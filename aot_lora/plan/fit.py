@@ -21,6 +21,8 @@ Floats = npt.NDArray[np.float64]
 Cost = Callable[[Ints], npt.NDArray[Any]]
 """Cost of one step padded to each of these buckets; it never falls as the bucket grows."""
 
+_MOST_BUCKETS = 10_000  # as a config allows
+_MOST_BUDGET = 2**31 - 1
 _MOST_CELLS = 50_000_000  # choices that the search remembers, 4 bytes each
 _ROUNDS = 32  # of the vectorised hull, before the rest is done point by point
 
@@ -112,6 +114,14 @@ def waste(buckets: tuple[int, ...], lengths: Ints, counts: Ints) -> float:
     return sum(use.bucket * use.steps for use in used) / real - 1 if real else 0.0
 
 
+def excess(buckets: tuple[int, ...], lengths: Ints, counts: Ints, *, cost: Cost) -> float:
+    """Cost of the padded steps over that of steps without padding, less one."""
+    used = usage(buckets, lengths, counts)
+    padded = float(cost(np.asarray(buckets)) @ np.asarray([use.steps for use in used]))
+    real = float(cost(lengths) @ counts)
+    return padded / real - 1 if real else 0.0
+
+
 def fit(
     lengths: Ints,
     counts: Ints,
@@ -144,7 +154,7 @@ def fit(
     Raises:
       PlanError: no such buckets, or more than can be searched; it says what would fit.
     """
-    _check(lengths, counts, count=count, multiple=multiple, budget=budget, small=small)
+    _check(lengths, counts, count=count, multiple=multiple, budget=budget)
     rounded = -(-lengths // multiple) * multiple
     if small:
         powers = 2 ** np.ceil(np.log2(np.minimum(lengths, multiple))).astype(np.int64)
@@ -234,18 +244,22 @@ def _chain(x: list[float], y: list[float]) -> list[int]:
     return hull
 
 
-def _check(
-    lengths: Ints, counts: Ints, *, count: int, multiple: int, budget: int, small: bool
-) -> None:
+def _check(lengths: Ints, counts: Ints, *, count: int, multiple: int, budget: int) -> None:
     if count < 1:
         raise PlanError("no buckets were asked for", expected="a count of at least 1")
+    if count > _MOST_BUCKETS:
+        raise PlanError(
+            f"{count:,} buckets were asked for", expected=f"a count of at most {_MOST_BUCKETS:,}"
+        )
     if multiple < 1:
         raise PlanError(
             f"buckets cannot be multiples of {multiple}", expected="for instance 8 or 16"
         )
-    if budget < (1 if small else multiple):
+    if budget > _MOST_BUDGET:
+        raise PlanError(f"a budget of {budget:,}", expected=f"at most {_MOST_BUDGET:,}")
+    if budget < multiple:
         raise PlanError(
-            f"the budget {budget} is below the smallest bucket {1 if small else multiple}",
+            f"the budget {budget} is below the smallest bucket {multiple}",
             expected=f"a budget of at least {multiple}"
             + (f", or multiples of at most {budget}" if budget > 0 else ""),
         )
