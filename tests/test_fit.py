@@ -169,6 +169,7 @@ def test_the_roofline_of_a_plan_counts_its_weights_on_one_device() -> None:
 
     assert found.flops_per_token == 2 * 64 * 32 * 3 / 2
     assert found.bytes_per_step == 2 * 64 * 32 * 3 / 2
+    assert found.bytes_per_token == 2 * (64 + 32) * 3 / 2
     assert (found.flops_per_second, found.bytes_per_second) == PEAKS["v6e"]
     with pytest.raises(PlanError, match="no roofline is known for cpu"):
         roofline(plan, TargetSpec("cpu"))

@@ -21,6 +21,9 @@ PEAKS = {
 def roofline(plan: Plan, target: TargetSpec) -> Roofline:
     """The roofline of a step over the modules of a plan, on one device of its mesh.
 
+    Every weight is read once, and the inputs and outputs of each module are moved once a token.
+    Attention, adapters and launches are left out.
+
     Raises:
       PlanError: no peaks are known for the target.
     """
@@ -33,9 +36,11 @@ def roofline(plan: Plan, target: TargetSpec) -> Roofline:
         )
     flops, bandwidth = PEAKS[chip]
     weights = sum(module.d * module.o * module.layers for module in plan.modules) / plan.tp
+    widths = sum((module.d + module.o) * module.layers for module in plan.modules) / plan.tp
     return Roofline(
         flops_per_token=2 * weights,
         bytes_per_step=weights * DTYPE_BYTES[plan.dtype],
+        bytes_per_token=widths * DTYPE_BYTES[plan.dtype],
         flops_per_second=flops,
         bytes_per_second=bandwidth,
     )
