@@ -53,7 +53,12 @@ BAD = {
     "missing key": good("  max_adapters: 2\n"),
     "several at once": good("ranks: [8]", "ranks: []").replace("budget: 64", "budget: 0"),
     # Keys of the design that this version refuses.
-    "planned fit": tokens("budget: 64, buckets: {fit: traffic.csv, count: 10}"),
+    "fit to no trace": tokens("budget: 64, buckets: {fit: traffic.csv, count: 10}"),
+    "fit without a count": tokens("budget: 64, buckets: {fit: traffic.csv, cont: 10}"),
+    "fit of a step": tokens("budget: 64, buckets: {fit: traffic.csv, count: 10, step: 16}"),
+    "fit of something else": tokens("budget: 64, buckets: {fit: t.csv, count: 1, of: words}"),
+    "smallest beside a fit": tokens("budget: 64, buckets: {fit: t.csv, count: 1}, smallest: 8"),
+    "budget below the multiple": tokens("budget: 8, buckets: {fit: t.csv, count: 1}"),
     "planned key": good(end="store: {verify_key: deploy.pub}\n"),
     "a fraction above one": good(end="limits: {hbm_fraction: 1.5}\n"),
     "mesh that divides no module": good(end="mesh: {tp: 3}\n"),

@@ -12,6 +12,7 @@ from aot_lora import errors
 
 _VERBS = {
     "plan": "What would be compiled: variants, waste, seconds, bytes.",
+    "fit": "Token buckets that pad recorded traffic the least.",
     "warmup": "Compile what is missing into the store.",
     "check": "Compare traces with the lock beside the config.",
     "inspect": "Show what the store holds for a config, or one artifact.",

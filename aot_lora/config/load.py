@@ -89,7 +89,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
     document = _read(path)
     file = validate(schema.ConfigFile, document)
     warnings: list[str] = []
-    token_buckets = _token_buckets(file.tokens, document, warnings)
+    token_buckets = _token_buckets(file.tokens, document, path, warnings)
     modules, layers, decoder = _modules(file, document)
     cache = file.kv_cache
     entries = [entry for entry in file.programs if isinstance(entry, schema.ProgramEntry)]
@@ -202,8 +202,14 @@ def _sorted(
 
 
 def _token_buckets(
-    tokens: schema.TokensSection, document: Document, warnings: list[str]
+    tokens: schema.TokensSection, document: Document, config: Path, warnings: list[str]
 ) -> tuple[int, ...]:
+    if isinstance(tokens.buckets, schema.FitBuckets):
+        from aot_lora.config.fitted import fitted_buckets  # numpy, for those who fit
+
+        return fitted_buckets(
+            tokens.buckets, tokens.budget, config, document.place(("tokens", "buckets"))
+        )
     if isinstance(tokens.buckets, schema.StepBuckets):
         return step_buckets(step=tokens.buckets.step, budget=tokens.budget)
     if tokens.buckets == "pow2":

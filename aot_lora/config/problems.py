@@ -79,7 +79,7 @@ def _one(document: Document, path: Path, details: list[ErrorDetails]) -> ConfigE
     key = ".".join(str(part) for part in path) or "the file"
     place = document.place(path)
     if detail["type"] == "extra_forbidden":
-        return _unknown_key(place, str(path[-1]), path)
+        return _unknown_key(place, str(path[-1]), path, document)
     if detail["type"] == "missing":
         return ConfigError(
             f"`{key}` is missing", where=place, next_step=f"add `{path[-1]}:` to this section"
@@ -115,10 +115,10 @@ def _expected(detail: ErrorDetails) -> str:
     return text.format(**detail.get("ctx", {})).lower()
 
 
-def _unknown_key(place: str, key: str, path: Path) -> ConfigError:
+def _unknown_key(place: str, key: str, path: Path, document: Document) -> ConfigError:
     if key in schema.PLANNED:
         return ConfigError(f"`{key}`: {schema.PLANNED[key]}", where=place)
-    known = _known_keys(path)
+    known = _known_keys(path, document)
     close = difflib.get_close_matches(key, known, n=1)
     return ConfigError(
         f"unknown key `{key}`",
@@ -144,7 +144,11 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 }
 
 
-def _known_keys(path: Path) -> list[str]:
+def _known_keys(path: Path, document: Document) -> list[str]:
     names = [part for part in path[:-1] if isinstance(part, str)]
     section = _SECTIONS[names[-1]] if names else schema.ConfigFile
-    return sorted(section.model_fields)
+    known = set(section.model_fields)
+    if section is schema.StepBuckets:  # the one section that is one of two models
+        fitted = schema.bucket_kind(document.value["tokens"]["buckets"]) == "<fit>"
+        known = set(schema.FitBuckets.model_fields) | (set() if fitted else known)
+    return sorted(known)

@@ -6,7 +6,15 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 from aot_lora.plan import ROW_MODULES
 
@@ -19,8 +27,6 @@ GPU_TOPOLOGY = re.compile(r"|[A-Za-z0-9][\w-]*|[^\x00]+\.txtpb")
 
 # Keys of the design that this version refuses rather than ignores.
 PLANNED = {
-    "fit": "buckets fitted to a trace are not supported yet; write the list out",
-    "count": "buckets fitted to a trace are not supported yet; write the list out",
     "verify_key": "signed manifests are not supported yet",
 }
 
@@ -104,6 +110,34 @@ class StepBuckets(Strict):
     step: PositiveInt
 
 
+class FitBuckets(Strict):
+    """``{fit: traffic.csv, count: 10}``: at most so many, fitted to a trace beside the config.
+
+    `of`: the tokens of steps that a server of so many `sequences` would make of the trace, or those
+    of its prompts. All but the budget are multiples of `multiple`; `small` allows powers of two
+    below it. The plan and its identity hold the buckets, not the trace.
+    """
+
+    fit: Annotated[str, Field(pattern=r"^[^\x00]+$")]
+    count: PositiveInt
+    multiple: PositiveInt = 16
+    small: bool = False
+    of: Literal["steps", "prompts"] = "steps"
+    sequences: PositiveInt = 256
+
+
+def bucket_kind(value: Any) -> str:
+    """The tag of the model of `MadeBuckets` that a mapping is meant as."""
+    fitted: set[object] = {"fit", "count", "of"}
+    return "<fit>" if isinstance(value, dict) and fitted & set(value) else "<step>"
+
+
+# One of the two by its keys: an error is then about the one that was meant.
+MadeBuckets = Annotated[
+    Annotated[StepBuckets, Tag("<step>")] | Annotated[FitBuckets, Tag("<fit>")],
+    Discriminator(bucket_kind),
+]
+
 _MOST_BUCKETS = 10_000  # Far above any real axis; without it a slip would fill the memory.
 
 
@@ -111,7 +145,7 @@ class TokensSection(Strict):
     """The tokens axis. The last bucket is the budget, whatever the policy."""
 
     budget: PositiveInt
-    buckets: Literal["pow2"] | StepBuckets | Annotated[list[PositiveInt], Field(min_length=1)]
+    buckets: Literal["pow2"] | MadeBuckets | Annotated[list[PositiveInt], Field(min_length=1)]
     smallest: PositiveInt = 16
     prefill_chunk: PositiveInt | None = None
 
@@ -121,6 +155,10 @@ class TokensSection(Strict):
             smallest, largest = min(self.buckets), max(self.buckets)
             if "smallest" in self.model_fields_set:
                 raise ValueError("smallest has no meaning beside a written list of buckets")
+        elif isinstance(self.buckets, FitBuckets):
+            if "smallest" in self.model_fields_set:
+                raise ValueError("smallest has no meaning beside fitted buckets")
+            smallest = largest = 1 if self.buckets.small else self.buckets.multiple
         elif isinstance(self.buckets, StepBuckets):
             smallest = largest = self.buckets.step
             if (count := self.budget // smallest) > _MOST_BUCKETS:

@@ -1,0 +1,244 @@
+"""`aot-lora fit`: buckets from traffic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import click
+
+from aot_lora.cli.options import FORMATS, emit, note, read_config, table
+from aot_lora.config import Config, load_config
+from aot_lora.config.edit import with_token_buckets
+from aot_lora.config.traffic import read_traffic
+from aot_lora.errors import AotLoraError, ConfigError
+from aot_lora.plan.chips import roofline
+from aot_lora.plan.compare import Lengths, Of, Policy, compare, lengths_of
+from aot_lora.plan.fit import padded_tokens
+from aot_lora.plan.simulate import Server, Steps
+
+_BUDGET = 2048  # without a config, as the `budget` of the presets
+
+
+@click.command()
+@click.argument("traffic", type=click.Path(path_type=Path))
+@click.option("--count", default=10, show_default=True, help="Token buckets at most.")
+@click.option("--multiple", default=16, show_default=True, help="Token buckets are multiples.")
+@click.option("--small", is_flag=True, help="Allow powers of two below that multiple as well.")
+@click.option("--of", type=click.Choice(get_args(Of)), default="steps", show_default=True,
+              help="Fit the tokens of simulated steps, or of whole prompts, clipped.")  # fmt: skip
+@click.option("--budget", type=int, help="Tokens of a step at most. [default: CONFIG's, or 2048]")
+@click.option("--sequences", default=256, show_default=True, help="Requests that run at once.")
+@click.option("--step-ms", default=1e3 * Server(budget=1).step_seconds, show_default=True,
+              help="Time of a step, whatever it holds.")  # fmt: skip
+@click.option("--token-us", default=1e6 * Server(budget=1).token_seconds, show_default=True,
+              help="Time of each token of a step.")  # fmt: skip
+@click.option("--slots", type=int, metavar="COUNT", help="Fit so many slots buckets as well.")
+@click.option("--cost", type=click.Choice(("tokens", "roofline")), default="tokens",
+              show_default=True, help="Make padded tokens small, or CONFIG's seconds.")  # fmt: skip
+@click.option("--config", metavar="CONFIG", help="Compare with the buckets of this config.")
+@click.option("--write", is_flag=True, help="Write the tokens buckets into CONFIG.")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="human")
+@click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
+def command(
+    traffic: Path,
+    count: int,
+    multiple: int,
+    small: bool,
+    of: str,
+    budget: int | None,
+    sequences: int,
+    step_ms: float,
+    token_us: float,
+    slots: int | None,
+    cost: str,
+    config: str | None,
+    write: bool,
+    form: str,
+    debug: bool,
+) -> None:
+    """The token buckets that pad the requests of TRAFFIC the least.
+
+    TRAFFIC is CSV with a header (TIMESTAMP,ContextTokens,GeneratedTokens and, if there are any,
+    Adapter) or JSON lines (time, prompt_tokens, output_tokens, adapter).
+    """
+    del debug
+    current = _config_for(config, write=write, cost=cost)
+    loaded = read_traffic(traffic, timed=of == "steps")
+    held = current.written_plan.tokens.buckets if current else None
+    most = (held[-1] if held else _BUDGET) if budget is None else budget
+    server = Server(
+        budget=most,
+        sequences=sequences,
+        step_seconds=step_ms / 1e3,
+        token_seconds=token_us / 1e6,
+    )
+    if not (0 < step_ms < 1e9 and 0 <= token_us < 1e9):
+        raise ConfigError(
+            "a step that takes no time, or no end of it",
+            expected="--step-ms above 0, --token-us from 0",
+            found=f"{step_ms:g}, {token_us:g}",
+        )
+    lengths, steps = lengths_of(loaded, of=cast("Of", of), server=server)
+    if held and held[-1] < lengths.values.max():
+        note(
+            f"warning: the buckets of {config} end at {held[-1]}, below the budget {most}: "
+            "they are not compared"
+        )
+        held = None
+    clipped = int((loaded.prompts > most).sum()) if of == "prompts" else 0
+    policies = compare(
+        lengths,
+        count=count,
+        multiple=multiple,
+        budget=most,
+        small=small,
+        cost=roofline(current.plan, current.targets[0]) if current and cost != "tokens"
+        else padded_tokens,
+        current=held,
+    )  # fmt: skip
+    slot_policies = _slots(steps, slots, traffic) if slots is not None else ()
+    chosen = policies[-1].buckets
+    if form == "json":
+        emit(
+            {
+                "requests": len(loaded),
+                "steps": steps.count if steps else None,
+                "clipped": clipped,
+                "budget": most,
+                "buckets": list(chosen),
+                "slots": _slot_buckets(slot_policies, steps),
+                "policies": [_as_json(policy) for policy in policies],
+            }
+        )
+    else:
+        print(_summary(traffic, len(loaded), server, steps, clipped))
+        _show(policies, "tokens", timed=cost != "tokens")
+        if slot_policies:
+            _show(slot_policies, "slots")
+            print(f"slots: {_slot_buckets(slot_policies, steps)}")
+        print(f"tokens: {{budget: {most}, buckets: {list(chosen)}}}")
+    if steps and steps.late_seconds > max(60.0, float(loaded.seconds[-1]) / 10):
+        note(
+            "warning: the trace is more than this server does: it ended "
+            f"{steps.late_seconds:,.0f} s after the last request; its steps are fuller than those "
+            "of enough servers"
+        )
+    if write and current:
+        _write(current.path, chosen)
+        note(f"wrote {len(chosen)} token buckets into {current.path}")
+
+
+def _config_for(name: str | None, *, write: bool, cost: str) -> Config | None:
+    if name is None:
+        if write or cost != "tokens":
+            option = "--write" if write else "--cost roofline"
+            raise ConfigError(f"{option} needs a config", next_step="name it with --config")
+        return None
+    if write and not Path(name).is_file():
+        raise ConfigError(
+            "--write would change a preset",
+            where=name,
+            expected="a config file of your own",
+            next_step="copy the preset's file and name the copy",
+        )
+    return read_config(name, None)
+
+
+def _slots(steps: Steps | None, count: int, traffic: Path) -> tuple[Policy, ...]:
+    if steps is None or steps.slots is None:
+        raise ConfigError(
+            "no adapters to fit slots to",
+            where=str(traffic),
+            expected="a trace with an adapter of each request, and `--of steps`",
+            next_step="leave out --slots, or record the adapters",
+        )
+    some = steps.slots > 0  # a step without adapters runs no LoRA program and pads nothing
+    lengths = Lengths(values=steps.slots[some], repeats=steps.repeats[some])
+    return compare(lengths, count=count, multiple=1, budget=int(steps.slots.max()))
+
+
+def _slot_buckets(policies: tuple[Policy, ...], steps: Steps | None) -> list[int] | None:
+    if not policies or steps is None or steps.slots is None:
+        return None
+    return [*([0] if (steps.slots == 0).any() else []), *policies[-1].buckets]
+
+
+def _summary(
+    traffic: Path, requests: int, server: Server, steps: Steps | None, clipped: int
+) -> str:
+    head = f"{traffic}: {requests:,} requests"
+    if steps is None:
+        return f"{head}, {clipped:,} of them with prompts clipped to {server.budget:,} tokens"
+    return (
+        f"{head}, {steps.count:,} steps of at most {server.budget:,} tokens and "
+        f"{server.sequences:,} sequences"
+        + ("" if steps.slots is None else f", at most {steps.slots.max()} adapters in one")
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _show(policies: tuple[Policy, ...], axis: str, *, timed: bool = False) -> None:
+    columns = ("policy", "buckets", "whole trace", "held-out half", "later half")
+    rows = [
+        (p.name, str(len(p.buckets)), *map(_percent, (p.waste, p.held_out, p.later)))
+        for p in policies
+    ]
+    if timed:
+        columns = (*columns, "seconds, whole trace")
+        rows = [(*row, _percent(p.excess)) for row, p in zip(rows, policies, strict=True)]
+    table(f"waste of the {axis} axis (padded over real, less one)", columns, rows)
+    for policy in policies:
+        total = sum(use.steps for use in policy.used)
+        padded = sum(use.bucket * use.steps - use.real for use in policy.used)
+        rows = [
+            (
+                str(use.bucket),
+                _percent(use.steps / total),
+                _percent(use.waste),
+                _percent((use.bucket * use.steps - use.real) / padded if padded else 0.0),
+            )
+            for use in policy.used
+        ]
+        table(policy.name, (axis, "share of steps", "waste", "share of all padding"), rows)
+
+
+def _as_json(policy: Policy) -> dict[str, Any]:
+    return {
+        "name": policy.name,
+        "waste": round(policy.waste, 4),
+        "held_out": round(policy.held_out, 4),
+        "later": round(policy.later, 4),
+        "cost": round(policy.excess, 4),
+        "buckets": [
+            {"bucket_tokens": use.bucket, "steps": use.steps, "waste": round(use.waste, 4)}
+            for use in policy.used
+        ],
+    }
+
+
+def _write(path: Path, buckets: tuple[int, ...]) -> None:
+    path = path.resolve()  # a link stays one
+    text = path.read_bytes().decode("utf-8")
+    after = with_token_buckets(text, str(path), buckets)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_bytes(after.encode("utf-8"))
+        beside.chmod(path.stat().st_mode)
+        load_config(beside)
+        beside.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", where=str(path)) from None
+    except AotLoraError as error:
+        raise ConfigError(
+            "not written: with these buckets it is no good config",
+            where=str(path),
+            found=error.problem + (f", expected {error.expected}" if error.expected else ""),
+            next_step="change what does not go with them, or fit others",
+        ) from None
+    finally:
+        beside.unlink(missing_ok=True)

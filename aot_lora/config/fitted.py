@@ -1,0 +1,47 @@
+"""Buckets that a config asks to be fitted to a trace: ``{fit: traffic.csv, count: 10}``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aot_lora.config.schema import FitBuckets
+from aot_lora.config.traffic import read_traffic
+from aot_lora.errors import ConfigError, PlanError
+from aot_lora.plan.compare import lengths_of
+from aot_lora.plan.fit import fit
+from aot_lora.plan.simulate import Server
+
+
+def fitted_buckets(section: FitBuckets, budget: int, config: Path, where: str) -> tuple[int, ...]:
+    """The buckets, fitted to the whole trace.
+
+    Args:
+      section: what is asked for; budget: the last bucket.
+      config: the config's file; the trace's path starts at its folder.
+      where: the place of the section.
+
+    Raises:
+      ConfigError: the trace is bad, or there are no such buckets.
+    """
+    trace = config.parent / Path(section.fit).expanduser()
+    if not trace.is_file():
+        raise ConfigError(
+            "the trace to fit is no file",
+            where=where,
+            expected="a file, from the folder of the config",
+            found=str(trace),
+            next_step="bring it along, or write the buckets out by `aot-lora fit --write`",
+        )
+    traffic = read_traffic(trace, timed=section.of == "steps")
+    server = Server(budget=budget, sequences=section.sequences)
+    try:
+        lengths, _ = lengths_of(traffic, of=section.of, server=server)
+        return fit(
+            *lengths.counted(),
+            count=section.count,
+            multiple=section.multiple,
+            budget=budget,
+            small=section.small,
+        )
+    except PlanError as error:
+        raise ConfigError(error.problem, **{**error.fields(), "where": where}) from None
