@@ -55,7 +55,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
 
 
-@pytest.fixture(params=BACKENDS, scope="session")
+@pytest.fixture(params=BACKENDS, scope="module")  # Interpret mode is on until it ends.
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """A TPU's kernels run in TPU interpret mode, where memory nobody wrote is NaN."""
     interpreted = pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
