@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 import click
 from click.core import ParameterSource
 
+from aot_lora.cli.lints import note_late
 from aot_lora.cli.options import FORMATS, emit, note, read_config, table
 from aot_lora.cli.ranks import fit_ranks
 from aot_lora.config import Config, load_config
@@ -151,12 +152,8 @@ def command(
             _show(slot_policies, "slots")
             print(f"slots: {_slot_buckets(slot_policies, steps)}")
         print(f"tokens: {{budget: {most}, buckets: {list(chosen)}}}")
-    if steps and steps.late_seconds > max(60.0, float(loaded.seconds[-1]) / 10):
-        note(
-            "warning: the trace is more than this server does: it ended "
-            f"{steps.late_seconds:,.0f} s after the last request; its steps are fuller than those "
-            "of enough servers"
-        )
+    if steps:
+        note_late(steps, loaded)
     if write and current:
         _write(current.path, chosen)
         note(f"wrote {len(chosen)} token buckets into {current.path}")
