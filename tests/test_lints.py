@@ -71,50 +71,46 @@ def test_what_is_called_unreachable_is_what_no_batch_reaches(
         quantum=quantum,
     )
     capacity = (plan.bank_blocks - 1) * quantum
+    top = plan.lanes.buckets[-1]
     sizes = range(quantum, plan.adapter_lanes.buckets[-1] + 1, quantum)
-    reached = {  # every mix of adapters, in every bucket of tokens that has rows for them
-        (bucket, plan.lanes.bucket(sum(mix)))
+    batches = [  # every mix of adapters, in every bucket of tokens that has rows for them
+        (bucket, mix)
         for bucket in plan.tokens.buckets
         for count in range(1, min(bucket, plan.max_adapters) + 1)
         for mix in itertools.combinations_with_replacement(sizes, count)
-        if sum(mix) <= min(capacity, plan.lanes.buckets[-1])
+    ]
+    # A user's program is looked up by any lanes, or by slots and rank: s of the same adapter.
+    looked_up = {(t, plan.lanes.bucket(sum(mix))) for t, mix in batches if sum(mix) <= top}
+    reached = {
+        (t, plan.lanes.bucket(sum(mix))) for t, mix in batches if sum(mix) <= min(capacity, top)
     }
-    unreachable = {
-        (variant.tokens, variant.lanes)
-        for variant in plan.variants
-        if variant.program in ("lora_shrink", "step")
-        and variant.tokens
-        and variant.lanes
-        and (variant.tokens, variant.lanes) not in reached
-    }
-    concerned = [
+    unreachable = [
         v
         for v in plan.variants
-        if (v.tokens, v.lanes) in unreachable and not v.program.endswith("_single")
+        if v.lanes
+        and v.tokens
+        and not v.program.endswith("_single")
+        and (v.tokens, v.lanes) not in (looked_up if v.program == "step" else reached)
     ]
-    found = lane_lints(plan)
+    singles = {v.lanes for v in plan.variants if v.program.endswith("_single")}
 
-    assert sum(lint.executables for lint in found) == len(concerned)
-    everywhere = {lanes for _, lanes in unreachable} - {lanes for _, lanes in reached}
-    # What the banks rule out is said once; the rest, by rows, for each bucket of tokens.
-    assert {
-        lint.bucket for lint in found if lint.kind == "unreachable" and lint.tokens is None
-    } <= everywhere
+    assert sum(lint.executables for lint in lane_lints(plan)) == len(unreachable)
+    assert all(lanes <= sizes[-1] for lanes in singles)  # as one adapter has
 
 
 def test_the_lints_of_lanes_say_why() -> None:
     found = lane_lints(plan_of(resident_lanes=12))
 
     assert [(lint.kind, lint.bucket, lint.tokens, lint.executables) for lint in found] == [
-        ("unreachable", 32, None, 8),
+        ("unreachable", 32, None, 6),
         ("never_full", 16, None, 0),
-        ("unreachable", 16, 1, 3),
+        ("unreachable", 16, 1, 4),
     ]
     assert [lint.text for lint in found] == [
-        "lanes 32: no batch reaches it, for the banks hold 12; 8 executables",
+        "lanes 32: no batch reaches it, for the banks hold 12; 6 executables of LoRA programs",
         "lanes 16: no batch fills it, for the banks hold 12",
-        "tokens 1 with lanes 16: no batch reaches that, for each adapter has a row, "
-        "so there are at most 8 lanes; 3 executables",
+        "tokens 1 with lanes 16, 32: no batch reaches that, for each adapter has a row, "
+        "so there are at most 8 lanes; 4 executables",
     ]
 
 
@@ -236,7 +232,7 @@ def test_without_a_trace_only_lanes_are_judged(
 
     assert "traffic" not in found
     assert [lint["text"] for lint in found["lints"]] == [
-        "lanes 16: no batch reaches it, for the banks hold 8; 18 executables"
+        "lanes 16: no batch reaches it, for the banks hold 8; 18 executables of LoRA programs"
     ]
 
 

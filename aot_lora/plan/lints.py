@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aot_lora.plan.fit import Ints, usage
-from aot_lora.plan.plan import Plan
+from aot_lora.plan.plan import LORA_PROGRAMS, Plan
+from aot_lora.plan.variants import Variant
 
 Kind = Literal["never_hit", "little_gain", "unreachable", "never_full", "beyond"]
 
@@ -148,38 +149,43 @@ def lane_lints(plan: Plan) -> tuple[Lint, ...]:
         min(lanes of the banks, min(T, max_adapters) * lanes of the largest adapter)
 
     lanes, and every whole number of blocks between, for ranks between the bins are allowed too. A
-    bucket is reached if the one below it is smaller than that. Programs of a batch of one adapter
-    have buckets of their own, which are all reached.
+    bucket is reached if the one below it is smaller than that. A user's program may be looked up by
+    slots and rank, which is more than the adapters own, so for it the banks are no bound. Programs
+    of a batch of one adapter have buckets of their own, which are all reached.
     """
     if not plan.with_lanes:
         return ()
     largest = plan.adapter_lanes.buckets[-1]
     capacity = (plan.bank_blocks - 1) * plan.quantum
-    everywhere = min(capacity, plan.max_adapters * largest)
+    out = _unreached(plan, capacity) if plan.with_lora else ()
     found: list[Lint] = []
-    out = _unreached(plan, everywhere)
     for lanes in out:
-        count = _count(plan, (lanes,), None)
+        count = sum(v.lanes == lanes and _is_lora(v) for v in plan.variants)
         text = (
             f"lanes {lanes}: no batch reaches it, for the banks hold {capacity}; "
-            f"{count} executables"
+            f"{count} executables of LoRA programs"
         )
         found.append(_lanes_lint("unreachable", lanes, None, count, text))
     held = [lanes for lanes in plan.lanes.buckets if lanes not in out]
-    if held[-1] > everywhere:
+    if plan.with_lora and held[-1] > capacity:
         text = f"lanes {held[-1]}: no batch fills it, for the banks hold {capacity}"
         found.append(_lanes_lint("never_full", held[-1], None, 0, text))
     for tokens in plan.tokens.buckets:
-        most = min(capacity, min(tokens, plan.max_adapters) * largest)
-        here = tuple(lanes for lanes in _unreached(plan, most) if lanes not in out)
-        count = _count(plan, here, tokens)
-        if count:
+        most = min(tokens, plan.max_adapters) * largest
+        here = _unreached(plan, most)
+        concerned = [
+            v.lanes
+            for v in plan.variants
+            if v.tokens == tokens and v.lanes in here and not (_is_lora(v) and v.lanes in out)
+        ]
+        if concerned:
+            lanes = sorted(set(concerned))
             text = (
-                f"tokens {tokens} with lanes {', '.join(map(str, here))}: no batch reaches that, "
+                f"tokens {tokens} with lanes {', '.join(map(str, lanes))}: no batch reaches that, "
                 f"for each adapter has a row, so there are at most {most} lanes; "
-                f"{count} executables"
+                f"{len(concerned)} executables"
             )
-            found.append(_lanes_lint("unreachable", here[0], tokens, count, text))
+            found.append(_lanes_lint("unreachable", lanes[0], tokens, len(concerned), text))
     return tuple(found)
 
 
@@ -189,14 +195,8 @@ def _unreached(plan: Plan, most: int) -> tuple[int, ...]:
     return tuple(b for b, lower in zip(buckets, below, strict=False) if lower >= most)
 
 
-def _count(plan: Plan, lanes: tuple[int, ...], tokens: int | None) -> int:
-    return sum(
-        variant.lanes in lanes
-        and variant.tokens > 0
-        and (tokens is None or variant.tokens == tokens)
-        and not variant.program.endswith("_single")
-        for variant in plan.variants
-    )
+def _is_lora(variant: Variant) -> bool:
+    return variant.program in LORA_PROGRAMS
 
 
 def _lanes_lint(kind: Kind, lanes: int, tokens: int | None, count: int, text: str) -> Lint:
