@@ -137,7 +137,7 @@ def test_what_cannot_be_is_refused(
 def test_help_says_what_a_trace_is(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = asked(["--help"], capsys)
 
-    assert "Usage: aot-lora fit [OPTIONS] TRAFFIC" in out
+    assert "Usage: aot-lora fit [OPTIONS] [TRAFFIC]" in out
     assert "TIMESTAMP,ContextTokens,GeneratedTokens" in out
     assert err == ""
 

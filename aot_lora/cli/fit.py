@@ -1,4 +1,4 @@
-"""`aot-lora fit`: buckets from traffic."""
+"""`aot-lora fit`: buckets from traffic, and rank bins from adapters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import click
+from click.core import ParameterSource
 
+from aot_lora.cli.lints import note_late
 from aot_lora.cli.options import FORMATS, emit, note, read_config, table
+from aot_lora.cli.ranks import fit_ranks
 from aot_lora.config import Config, load_config
 from aot_lora.config.edit import with_token_buckets
 from aot_lora.config.traffic import read_traffic
@@ -19,12 +22,20 @@ from aot_lora.plan.fit import padded_tokens
 from aot_lora.plan.simulate import Server, Steps
 
 _BUDGET = 2048  # without a config, as the `budget` of the presets
+_COUNT, _MULTIPLE = 10, 16  # of token buckets
+_RANK_COUNT, _RANK_MULTIPLE = 4, 8  # of rank bins, as the presets' smallest rank
+_WITH_RANKS = {"ranks", "count", "multiple", "config", "form", "debug"}
 
 
 @click.command()
-@click.argument("traffic", type=click.Path(path_type=Path))
-@click.option("--count", default=10, show_default=True, help="Token buckets at most.")
-@click.option("--multiple", default=16, show_default=True, help="Token buckets are multiples.")
+@click.argument("traffic", type=click.Path(path_type=Path), required=False)
+@click.option("--ranks", type=click.Path(path_type=Path), metavar="PATH",
+              help="Fit rank bins to a folder of adapters, or to a CSV rank,count.")  # fmt: skip
+@click.option("--count", type=int,
+              help=f"Buckets at most. [default: {_COUNT}; of ranks {_RANK_COUNT}]")  # fmt: skip
+@click.option("--multiple", type=int,
+              help=f"Of what they are multiples. [default: {_MULTIPLE}; of ranks {_RANK_MULTIPLE}]",
+)  # fmt: skip
 @click.option("--small", is_flag=True, help="Allow powers of two below that multiple as well.")
 @click.option("--of", type=click.Choice(get_args(Of)), default="steps", show_default=True,
               help="Fit the tokens of simulated steps, or of whole prompts, clipped.")  # fmt: skip
@@ -41,10 +52,13 @@ _BUDGET = 2048  # without a config, as the `budget` of the presets
 @click.option("--write", is_flag=True, help="Write the tokens buckets into CONFIG.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="human")
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
+@click.pass_context
 def command(
-    traffic: Path,
-    count: int,
-    multiple: int,
+    context: click.Context,
+    traffic: Path | None,
+    ranks: Path | None,
+    count: int | None,
+    multiple: int | None,
     small: bool,
     of: str,
     budget: int | None,
@@ -62,8 +76,27 @@ def command(
 
     TRAFFIC is CSV with a header (TIMESTAMP,ContextTokens,GeneratedTokens and, if there are any,
     Adapter) or JSON lines (time, prompt_tokens, output_tokens, adapter).
+
+    With --ranks PATH instead: the rank bins and the lane quantum of the fewest lanes.
     """
     del debug
+    if ranks is not None:
+        _only_ranks(context)
+        fit_ranks(
+            ranks,
+            count=_RANK_COUNT if count is None else count,
+            multiple=_RANK_MULTIPLE if multiple is None else multiple,
+            config=read_config(config, None) if config is not None else None,
+            form=form,
+        )
+        return
+    if traffic is None:
+        raise ConfigError(
+            "nothing to fit to",
+            expected="TRAFFIC, a recorded trace, or --ranks, a folder of adapters or a histogram",
+        )
+    count = _COUNT if count is None else count
+    multiple = _MULTIPLE if multiple is None else multiple
     current = _config_for(config, write=write, cost=cost)
     loaded = read_traffic(traffic, timed=of == "steps")
     held = current.written_plan.tokens.buckets if current else None
@@ -119,15 +152,27 @@ def command(
             _show(slot_policies, "slots")
             print(f"slots: {_slot_buckets(slot_policies, steps)}")
         print(f"tokens: {{budget: {most}, buckets: {list(chosen)}}}")
-    if steps and steps.late_seconds > max(60.0, float(loaded.seconds[-1]) / 10):
-        note(
-            "warning: the trace is more than this server does: it ended "
-            f"{steps.late_seconds:,.0f} s after the last request; its steps are fuller than those "
-            "of enough servers"
-        )
+    if steps:
+        note_late(steps, loaded)
     if write and current:
         _write(current.path, chosen)
         note(f"wrote {len(chosen)} token buckets into {current.path}")
+
+
+def _only_ranks(context: click.Context) -> None:
+    """Refuses what would change nothing."""
+    default = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    given = [
+        "TRAFFIC" if name == "traffic" else f"--{name.replace('_', '-')}"
+        for name in context.params
+        if name not in _WITH_RANKS and context.get_parameter_source(name) not in default
+    ]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} beside --ranks",
+            expected="only --count, --multiple, --config and --format",
+            next_step="fit the ranks and the traffic one after the other",
+        )
 
 
 def _config_for(name: str | None, *, write: bool, cost: str) -> Config | None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import click
 
 from aot_lora.cli import forms
+from aot_lora.cli.lints import lint_json, lints_of, show_used, used_by, uses_json
 from aot_lora.cli.memory import as_json, show
 from aot_lora.cli.options import common, emit, note, read_config, size, table
 from aot_lora.config import Config
+from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
 from aot_lora.warmup.memory import memory_report, refuse_what_does_not_fit
 
@@ -20,13 +23,39 @@ from aot_lora.warmup.memory import memory_report, refuse_what_does_not_fit
 @common
 @click.option("--variants", "list_variants", is_flag=True, help="List every variant's name.")
 @click.option("--memory", is_flag=True, help="Compile the largest steps for the memory they need.")
+@click.option("--traffic", type=click.Path(path_type=Path), metavar="FILE",
+              help="Say which token buckets a recorded trace uses, as `fit` reads it.")  # fmt: skip
+@click.option("--sequences", type=int, metavar="COUNT",
+              help="Of --traffic: requests at once. [default: kv_cache's, or 256]")  # fmt: skip
+@click.option("--worth", type=float, metavar="POINTS",
+              help="Of --traffic: waste that a bucket has to save. [default: 1]")  # fmt: skip
 def command(
-    config: str, store: str | None, form: str, debug: bool, list_variants: bool, memory: bool
+    config: str,
+    store: str | None,
+    form: str,
+    debug: bool,
+    list_variants: bool,
+    memory: bool,
+    traffic: Path | None,
+    sequences: int | None,
+    worth: float | None,
 ) -> None:
     """What would be compiled for CONFIG: variants, waste, seconds, bytes. Stores nothing."""
     del debug
+    if traffic is None and (sequences is not None or worth is not None):
+        option = "--worth" if sequences is None else "--sequences"
+        raise ConfigError(f"{option} needs a trace", next_step="name it with --traffic")
     loaded = read_config(config, store)
     plan = loaded.plan
+    used = None
+    if traffic is not None:
+        used = used_by(
+            loaded.written_plan,
+            traffic,
+            sequences=sequences,
+            worth=1.0 if worth is None else worth,
+        )
+    lints = lints_of(loaded.written_plan, used)
     costs = [
         estimate(target=t, variants=len(plan.variants), cores=usable_cores())
         for t in loaded.targets
@@ -45,6 +74,10 @@ def command(
         }
         if plan.decoder and plan.with_lanes:
             value["forms"] = {str(t): forms.as_json(plan, t) for t in loaded.targets}
+        if used:
+            value["traffic"] = uses_json(used)
+        if used or lints:
+            value["lints"] = [lint_json(lint) for lint in lints]
         if memory:
             value["memory"] = {str(report.target): as_json(report) for report in reports}
         emit(value)
@@ -54,6 +87,10 @@ def command(
             f"estimate of a cold warmup: {seconds:.0f} s on {max(c.cores for c in costs)} cores, "
             f"{size(store_bytes)} in {loaded.store_root}"
         )
+        if used:
+            show_used(used)
+        for lint in lints:
+            print(f"lint: {lint.text}")
         if plan.decoder and plan.with_lanes:
             for target in loaded.targets:
                 forms.show(plan, target)
