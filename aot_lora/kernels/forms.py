@@ -9,11 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project import baselines, mosaic_gpu, pallas_gpu, pallas_tpu, xla
-from aot_lora.kernels.lora_project.xla import Arrays, Banks
+from aot_lora.kernels.lora_project.xla import Arrays
 from aot_lora.kernels.lora_shrink.pallas_gpu import prepare as prepare_lanes
 from aot_lora.kernels.sizes import Sizes
 
@@ -90,6 +87,3 @@ FORMS: dict[str, Form] = {
 }
 PLAIN = FORMS["laned"]
 """The form for points that no measurement names."""
-
-Project = Callable[[jax.Array, Arrays, Banks, Layer], Arrays]
-"""A form at one point, with its batch: (x, weights, banks, layer) -> outputs."""

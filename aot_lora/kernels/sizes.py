@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STACKED = "each layer's weight would be copied out of the stack of all layers"
+"""Why a kernel that multiplies by itself does not serve `Sizes.stacked`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

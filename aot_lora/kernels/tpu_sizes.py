@@ -44,15 +44,19 @@ def lanes_in_tile(lanes: int, quantum: int, most: int) -> int:
     return lanes if lanes <= most else divisor(lanes, most, lane_unit(quantum))
 
 
-def refused(name: str, block: int, whole: int, unit: int) -> str:
-    """Why a block size does not fit; empty where it does."""
-    if whole % block == 0 and (block == whole or block % unit == 0):
-        return ""
-    return f"{name} is {block}, expected {whole} or a divisor of it that is a multiple of {unit}"
+def refused(size: dict[str, int], need_bytes: int, *rules: tuple[str, int, int]) -> str:
+    """Why a kernel cannot take its block sizes; empty where it can.
 
-
-def over_vmem(need_bytes: int) -> str:
-    """Why a kernel does not fit into VMEM; empty where it does."""
+    Args:
+      size: by name.
+      need_bytes: of VMEM.
+      rules: (name, the whole that it has to divide, what it has to be a multiple of).
+    """
+    for name, whole, unit in rules:
+        block = size[name]
+        if whole % block or (block != whole and block % unit):
+            expected = f"{whole} or a divisor of it that is a multiple of {unit}"
+            return f"{name} is {block}, expected {expected}"
     if need_bytes <= VMEM_BYTES:
         return ""
     return f"the blocks take {need_bytes >> 20} MiB of VMEM, expected at most {VMEM_BYTES >> 20}"

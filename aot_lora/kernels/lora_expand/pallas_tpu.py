@@ -16,7 +16,6 @@ from aot_lora.kernels.tpu_sizes import (
     expand_sizes,
     lane_unit,
     matmul_vmem_bytes,
-    over_vmem,
     refused,
 )
 from aot_lora.kernels.tpu_stream import (
@@ -68,11 +67,13 @@ def lora_expand_single(
 def supports(tokens: int, lanes: int, o: int, quantum: int, itemsize: int, **sizes: int) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
     size = expand_sizes(tokens, lanes, o, quantum, itemsize) | sizes
-    rules = (("block_o", o, 128), ("block_t", tokens, 8), ("block_l", lanes, lane_unit(quantum)))
-    for name, whole, unit in rules:
-        if reason := refused(name, size[name], whole, unit):
-            return reason
-    return over_vmem(_vmem(size, itemsize))
+    return refused(
+        size,
+        _vmem(size, itemsize),
+        ("block_o", o, 128),
+        ("block_t", tokens, 8),
+        ("block_l", lanes, lane_unit(quantum)),
+    )
 
 
 def _vmem(size: dict[str, int], itemsize: int) -> int:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from aot_lora.kernels.blocks import Layer
-from aot_lora.kernels.tpu_sizes import fused_sizes, fused_vmem_bytes, over_vmem, refused
+from aot_lora.kernels.tpu_sizes import fused_sizes, fused_vmem_bytes, refused
 from aot_lora.kernels.tpu_stream import Gather, column, gather_scratch, params, result, scalar
 
 
@@ -83,11 +83,13 @@ def supports(
 ) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
     size = fused_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
-    rules = (("block_d", d, 128), ("block_o", o, 128), ("block_t", tokens, 8))
-    for name, whole, unit in rules:
-        if reason := refused(name, size[name], whole, unit):
-            return reason
-    return over_vmem(fused_vmem_bytes(size, lanes, itemsize))
+    return refused(
+        size,
+        fused_vmem_bytes(size, lanes, itemsize),
+        ("block_d", d, 128),
+        ("block_o", o, 128),
+        ("block_t", tokens, 8),
+    )
 
 
 def _kernel(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
 from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, GROUP, Lanes, lora_shrink, slices
-from aot_lora.kernels.sizes import Sizes
+from aot_lora.kernels.sizes import STACKED, Sizes
 
 _EPILOGUE = 64
 """Rows and columns that an output leaves by at a time."""
@@ -39,7 +39,7 @@ def supports(sizes: Sizes, platform: str) -> str:
     if platform != "cuda":
         return "it runs on a Hopper GPU"
     if sizes.stacked:
-        return "each layer's weight would be copied out of the stack of all layers"
+        return STACKED
     if sizes.dtype not in ("bfloat16", "float16"):
         return f"its tensor cores take 16-bit floats, not {sizes.dtype}"
     if sizes.d % 128 or any(o % 256 for o in sizes.o):

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
 from aot_lora.kernels.lora_shrink.pallas_gpu import Lanes, lora_shrink, slices
-from aot_lora.kernels.sizes import Sizes
+from aot_lora.kernels.sizes import STACKED, Sizes
 
 MOST_TOKENS = 128
 """Rows that one tile holds; with more, weights are read again and large matmuls win."""
@@ -44,7 +44,7 @@ def supports(sizes: Sizes, platform: str) -> str:
     if platform != "cuda":
         return "it runs on a GPU"
     if sizes.stacked:
-        return "each layer's weight would be copied out of the stack of all layers"
+        return STACKED
     if sizes.tokens > MOST_TOKENS:
         return f"more than {MOST_TOKENS} rows"
     if sizes.d % 1024 or any(o % 64 for o in sizes.o):

@@ -18,7 +18,7 @@ from aot_lora.kernels.lora_project.xla import Arrays, Banks
 from aot_lora.kernels.lora_segments import pallas_tpu as segment
 from aot_lora.kernels.lora_segments.segments import Segments, segments
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
-from aot_lora.kernels.sizes import Sizes
+from aot_lora.kernels.sizes import STACKED, Sizes
 from aot_lora.kernels.tpu_sizes import fitted, segments_sizes
 from aot_lora.kernels.tpu_stream import Mask, column, mask_of
 
@@ -122,7 +122,7 @@ def supports_laned(sizes: Sizes, platform: str) -> str:
 def supports_fused(sizes: Sizes, platform: str) -> str:
     """Why `fused` cannot serve these sizes; empty where it can."""
     if sizes.stacked:
-        return "each layer's weight would be copied out of the stack of all layers"
+        return STACKED
     return _first(shrink.supports, (sizes.d,), sizes, platform) or _each(
         fuse.supports, lambda o: (sizes.d, o), sizes, platform
     )

@@ -20,7 +20,6 @@ from aot_lora.kernels.lora_expand.pallas_tpu import add_to_base
 from aot_lora.kernels.lora_segments.segments import Segments
 from aot_lora.kernels.tpu_sizes import (
     lane_unit,
-    over_vmem,
     refused,
     segments_sizes,
     segments_vmem_bytes,
@@ -69,11 +68,13 @@ def supports(
 ) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
     size = segments_sizes(tokens, lanes, d, o, quantum, itemsize) | sizes
-    rules = (("block_o", o, 128), ("block_t", tokens, 8), ("block_l", lanes, lane_unit(quantum)))
-    for name, whole, unit in rules:
-        if reason := refused(name, size[name], whole, unit):
-            return reason
-    return over_vmem(segments_vmem_bytes(size, lanes, d, itemsize))
+    return refused(
+        size,
+        segments_vmem_bytes(size, lanes, d, itemsize),
+        ("block_o", o, 128),
+        ("block_t", tokens, 8),
+        ("block_l", lanes, lane_unit(quantum)),
+    )
 
 
 def masked_segments(

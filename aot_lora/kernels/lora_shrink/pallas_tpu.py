@@ -15,7 +15,6 @@ from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.tpu_sizes import (
     lane_unit,
     matmul_vmem_bytes,
-    over_vmem,
     refused,
     shrink_sizes,
 )
@@ -65,11 +64,13 @@ def lora_shrink_single(
 def supports(tokens: int, lanes: int, d: int, quantum: int, itemsize: int, **sizes: int) -> str:
     """Why the kernel cannot take these sizes; empty where it can."""
     size = shrink_sizes(tokens, lanes, d, quantum, itemsize) | sizes
-    rules = (("block_d", d, 128), ("block_t", tokens, 8), ("block_l", lanes, lane_unit(quantum)))
-    for name, whole, unit in rules:
-        if reason := refused(name, size[name], whole, unit):
-            return reason
-    return over_vmem(_vmem(size, itemsize))
+    return refused(
+        size,
+        _vmem(size, itemsize),
+        ("block_d", d, 128),
+        ("block_t", tokens, 8),
+        ("block_l", lanes, lane_unit(quantum)),
+    )
 
 
 def _vmem(size: dict[str, int], itemsize: int) -> int:
