@@ -96,7 +96,7 @@ def run(form: Form, given: Served) -> tuple[np.ndarray, ...]:
 
     def step(batch: Batch, x: Any, weights: Any, banks: Any, layer: Any) -> Any:
         prepared = form.prepare(batch, quantum=given.quantum, most=given.most)
-        return form.project(x, weights, banks, layer, prepared)
+        return form.divided(form.project(x, weights, banks, layer, prepared), prepared)[0]
 
     found = jax.jit(step)(given.batch(), given.x, given.weights, given.banks, np.int32(LAYER))
     return tuple(np.asarray(one) for one in found)

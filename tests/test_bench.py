@@ -12,7 +12,7 @@ from aot_lora.cli.main import run
 from aot_lora.config.tables import Row, Table, read_table
 from aot_lora.tuning.measure import Point, Timed, Tuned
 
-FEW = ("--tokens", "4", "--lanes", "8", "--form", "laned", "--form", "split_k")
+FEW = ("--tokens", "4", "--lanes", "8", "--form", "laned", "--form", "one_launch")
 TPU = {"target": '{platform: tpu, topology: "v6e:1x1"}'}
 
 
@@ -61,7 +61,7 @@ def test_the_table_is_on_stdout_and_the_points_on_stderr(
     assert f"aot-lora bench {config} --tune, on cpu with jax" in table.source
     (line,) = found.err.splitlines()
     assert line.startswith("t4 l8 d16 o16: base ")
-    assert line.endswith("; not split_k: it runs on a GPU")
+    assert line.endswith("; not one_launch: it runs on a GPU")
 
 
 @pytest.mark.usefixtures("measured")

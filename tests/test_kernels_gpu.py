@@ -30,11 +30,11 @@ MIXED = (8, 128, 16, 32, 64)
 prepared = jax.jit(shrink.prepare, static_argnames=("quantum", "most"))
 
 
-def split_k(**tuning: int) -> Form:
+def one_launch(**tuning: int) -> Form:
     """The form in interpret mode, in tiles that small matrices have several of."""
     small = {"block_d": 32, "block_o": 32, "splits": 2, "shrink_d": 32, **tuning}
-    project = partial(pallas_gpu.split_k, interpret=True, **small)
-    return Form(name="split_k", prepare=shrink.prepare, project=project)
+    project = partial(pallas_gpu.one_launch, interpret=True, **small)
+    return replace(FORMS["one_launch"], project=project)
 
 
 def assert_right(form: Form, given: Served) -> None:
@@ -45,7 +45,7 @@ def assert_right(form: Form, given: Served) -> None:
         assert is_right(found, right, given)
 
 
-# --- split_k -------------------------------------------------------------------------------------
+# --- one_launch ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,21 @@ def assert_right(form: Form, given: Served) -> None:
         (64, 64, 2, "bfloat16"),
     ],
 )
-def test_split_k_is_the_reference(quantum: int, tokens: int, splits: int, dtype: str) -> None:
+def test_one_launch_is_the_reference(quantum: int, tokens: int, splits: int, dtype: str) -> None:
     given = served(tokens, MIXED, 64, (64, 32), dtype=dtype, quantum=quantum)
 
-    assert_right(split_k(splits=splits), given)
+    assert_right(one_launch(splits=splits), given)
 
 
-def test_split_k_without_adapters_is_the_base() -> None:
+def test_one_launch_without_adapters_is_the_base() -> None:
     given = served(6, (16,), 32, (32,), slots=[-1] * 6, quantum=16)
     bare = given._replace(banks=tuple((a * 0, b * 0) for a, b in given.banks))
     poison(given)
 
-    assert run(split_k(splits=1), given)[0].tobytes() == run(split_k(splits=1), bare)[0].tobytes()
+    assert (
+        run(one_launch(splits=1), given)[0].tobytes()
+        == run(one_launch(splits=1), bare)[0].tobytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,35 +90,51 @@ def test_split_k_without_adapters_is_the_base() -> None:
         pytest.param(served(4, (16, 16), 64, (32,), slots=[0, 1, 7, -1]), {}, id="nobody's slot"),
         pytest.param(served(100, MIXED, 64, (32,)), {"shrink_t": 16}, id="many shrink tiles"),
         pytest.param(served(9, MIXED, 128, (32, 64, 96)), {"splits": 4}, id="three modules"),
+        pytest.param(served(9, MIXED, 128, (32, 64)), {"base_splits": 2}, id="parts of the base"),
+        pytest.param(
+            served(9, (8, 64), 128, (64,)), {"base_splits": 4}, id="four parts of the base"
+        ),
     ],
 )
-def test_split_k_bears_what_is_odd(given: Served, tuning: dict[str, int]) -> None:
-    assert_right(split_k(**tuning), given)
+def test_one_launch_bears_what_is_odd(given: Served, tuning: dict[str, int]) -> None:
+    assert_right(one_launch(**tuning), given)
 
 
 @pytest.mark.parametrize("quantum", [8, 16])
-def test_split_k_loops_over_many_slices(quantum: int) -> None:
-    given = served(16, (16,) * 12, 64, (32,), quantum=quantum)
+def test_one_launch_takes_of_many_granules_those_that_are_used(quantum: int) -> None:
+    given = served(16, (16,) * 12, 64, (32,), quantum=quantum, slots=[0, 9] * 8)
     lanes = prepared(given.batch(), quantum=quantum, most=given.most)
 
-    assert lanes.used.shape[1] > pallas_gpu._UNROLLED
-    assert_right(split_k(), given)
+    assert lanes.granules.shape[1] > pallas_gpu._EARLY
+    assert lanes.counts.tolist() == [2]
+    assert_right(one_launch(), given)
+
+
+def test_one_launch_leaves_its_counters_as_it_found_them() -> None:
+    given = served(8, (16, 64), 64, (32, 64))
+    form = one_launch(splits=2)
+    made = form.prepare(given.batch(), quantum=given.quantum, most=given.most)
+    outputs, after = form.project(given.x, given.weights, given.banks, LAYER, made)
+
+    assert after.counters.tolist() == made.counters.tolist() == [0, 0]
+    again, _ = form.project(given.x, given.weights, given.banks, LAYER, after)
+    assert [one.tobytes() for one in again] == [one.tobytes() for one in outputs]
 
 
 @pytest.mark.parametrize("number", range(len(pallas_gpu.TUNINGS)))
-def test_every_tuning_of_split_k_serves_all_that_it_does_not_refuse(number: int) -> None:
+def test_every_tuning_of_one_launch_serves_all_that_it_does_not_refuse(number: int) -> None:
     given = served(3, (64,), 1024, (64, 192), dtype="bfloat16", quantum=64)
 
-    assert not FORMS["split_k"].supports(given.sizes(), "cuda")
-    project = partial(pallas_gpu.split_k, interpret=True, **pallas_gpu.TUNINGS[number])
-    assert_right(replace(FORMS["split_k"], project=project), given)
+    assert not FORMS["one_launch"].supports(given.sizes(), "cuda")
+    project = partial(pallas_gpu.one_launch, interpret=True, **pallas_gpu.TUNINGS[number])
+    assert_right(replace(FORMS["one_launch"], project=project), given)
 
 
 def test_what_the_batch_has_does_reach_the_result() -> None:
     given = served(8, (16, 64), 64, (32,), slots=[0, 1] * 4)
     given.banks[0][1][LAYER, given.blocks] = np.nan
 
-    assert np.isnan(run(split_k(), given)[0]).all()
+    assert np.isnan(run(one_launch(), given)[0]).all()
 
 
 # --- lora_shrink ---------------------------------------------------------------------------------
@@ -331,20 +350,20 @@ FEW = Sizes(tokens=16, lanes=64, d=1024, o=(1024, 512), quantum=16, most=1, dtyp
 @pytest.mark.parametrize(
     ("name", "changes", "platform", "reason"),
     [
-        ("split_k", {}, "cuda", ""),
-        ("split_k", {"tokens": 128, "dtype": "float32", "o": (64,)}, "cuda", ""),
-        ("split_k", {}, "cpu", "it runs on a GPU"),
-        ("split_k", {}, "tpu", "it runs on a GPU"),
-        ("split_k", {"tokens": 129}, "cuda", "more than 128 rows"),
-        ("split_k", {"d": 1536}, "cuda", "D is no multiple of 1,024"),
-        ("split_k", {"o": (64, 96)}, "cuda", "O none of 64"),
+        ("one_launch", {}, "cuda", ""),
+        ("one_launch", {"tokens": 128, "dtype": "float32", "o": (64,)}, "cuda", ""),
+        ("one_launch", {}, "cpu", "it runs on a GPU"),
+        ("one_launch", {}, "tpu", "it runs on a GPU"),
+        ("one_launch", {"tokens": 129}, "cuda", "more than 128 rows"),
+        ("one_launch", {"d": 1536}, "cuda", "D is no multiple of 1,024"),
+        ("one_launch", {"o": (64, 96)}, "cuda", "O none of 64"),
         ("extended", {}, "cuda", ""),
         ("extended", {"tokens": 4096, "d": 128, "dtype": "float16"}, "cuda", ""),
         ("extended", {}, "cpu", "it runs on a Hopper GPU"),
         ("extended", {"dtype": "float32"}, "cuda", "take 16-bit floats, not float32"),
         ("extended", {"d": 192}, "cuda", "D is no multiple of 128"),
         ("extended", {"o": (256, 128)}, "cuda", "O none of 256"),
-        ("split_k", {"stacked": True}, "cuda", "copied out of the stack"),
+        ("one_launch", {"stacked": True}, "cuda", "copied out of the stack"),
         ("extended", {"stacked": True}, "cuda", "copied out of the stack"),
         ("tpu_fused", {"stacked": True}, "tpu", "copied out of the stack"),
         ("tpu_fused", {}, "tpu", ""),

@@ -13,14 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from gpus import H200
+from projecting import served
 from syrupy.assertion import SnapshotAssertion
 
+from aot_lora._jax_compat import mosaic_gpu
 from aot_lora.config import load_config
+from aot_lora.kernels.batch import Batch
+from aot_lora.kernels.forms import FORMS
 from aot_lora.lowering.check import trace_all
 from aot_lora.lowering.trace import Trace, prepare_tracing, trace
-from aot_lora.plan import Variant
+from aot_lora.plan import TargetSpec, Variant
 from aot_lora.programs.catalog import Catalog
 from aot_lora.programs.spec import Program
+from aot_lora.targets.cuda import without_gpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -382,3 +388,41 @@ def test_each_target_is_traced(write_config: Callable[..., Path], tmp_path: Path
     assert not errors
     one, other = (set(lines[f"tpu {name}:1x1"].values()) for name in ("v6e", "v5e"))
     assert not one & other
+
+
+# Its shrink is a Triton kernel: Mosaic GPU has no tiles of few rows.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="`extended`, a Mosaic GPU kernel, needs jax 0.11"
+)
+def test_a_mosaic_gpu_kernel_traced_twice_in_a_process_is_one() -> None:
+    """jaxlib 0.11 counts them, in the kernel itself."""
+    batch = served(128, (64,), 64, (256,), dtype="bfloat16", quantum=64)
+    form = FORMS["extended"]
+
+    def fingerprint() -> str:
+        def step(x: Any, weights: Any, banks: Any, batch: Any) -> Any:
+            made = form.prepare(Batch(*batch), quantum=64, most=1)
+            return form.project(x, weights, banks, 0, made)
+
+        args = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+            (batch.x, batch.weights, batch.banks, tuple(batch.batch())),
+        )
+        target = TargetSpec("cuda", "h200", target_config=H200)
+        variant = Variant(program="step", tokens=128)
+        with without_gpu(target):
+            return trace(variant, Program(fn=step, args=args), platform="cuda").fingerprint
+
+    assert fingerprint() == fingerprint()
+
+
+def test_only_bytes_with_such_kernels_import_what_loading_them_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(mosaic_gpu.importlib, "import_module", imported.append)
+    mosaic_gpu.ready_to_load(b"an executable")
+    assert not imported
+    mosaic_gpu.ready_to_load(b"..anonymous_mosaic_gpu..")
+    assert imported == ["jax.experimental.mosaic.gpu.core"]

@@ -46,7 +46,7 @@ def test_each_form_has_a_time_or_the_reason_why_not() -> None:
     assert timed.refused == {name: reason for name, reason in reasons.items() if reason}
     assert set(timed.forms) == set(wanted) - set(timed.refused)
     assert {"laned", "one_hot", "gather", "ragged"} == set(timed.forms)
-    assert {"split_k", "split_k#1", "extended"} <= set(timed.refused)
+    assert {"one_launch", "one_launch#1", "extended"} <= set(timed.refused)
     assert all(us > 0 for us in (timed.base, timed.link, *timed.forms.values()))
 
 
@@ -225,7 +225,7 @@ def test_points_of_a_mesh_are_those_of_one_device() -> None:
 TIMED = Timed(
     base=11.0,
     link=1.0,
-    forms={"laned": 21.0, "split_k": 31.0, "split_k#2": 13.5, "split_k#3": 14.0},
+    forms={"laned": 21.0, "one_launch": 31.0, "one_launch#2": 13.5, "one_launch#3": 14.0},
     refused={"extended": "why", "extended#1": "why"},
 )
 
@@ -236,29 +236,29 @@ def test_a_row_has_the_best_tuning_of_each_form() -> None:
         lanes=24,
         d=32,
         o=48,
-        us={"laned": 20.0, "split_k": 12.5},
-        tuning={"split_k": dict(FORMS["split_k"].tunings[2])},
+        us={"laned": 20.0, "one_launch": 12.5},
+        tuning={"one_launch": dict(FORMS["one_launch"].tunings[2])},
     )
 
 
 def test_candidates_are_every_tuning_by_number() -> None:
-    found = candidates(("laned", "split_k"))
+    found = candidates(("laned", "one_launch"))
 
-    numbered = [f"split_k#{n}" for n in range(1, len(FORMS["split_k"].tunings))]
-    assert list(found) == ["laned", "split_k", *numbered]
-    assert found["split_k#2"] == (FORMS["split_k"], FORMS["split_k"].tunings[2])
+    numbered = [f"one_launch#{n}" for n in range(1, len(FORMS["one_launch"].tunings))]
+    assert list(found) == ["laned", "one_launch", *numbered]
+    assert found["one_launch#2"] == (FORMS["one_launch"], FORMS["one_launch"].tunings[2])
 
 
 def test_a_point_is_told_in_a_line() -> None:
     assert text_of(TINY, TIMED) == (
-        "t4 l24 d32 o32+16: base 10.0 us; laned +100.0%; split_k +200.0%; split_k#2 +25.0%; "
-        "split_k#3 +30.0%; not extended: why"
+        "t4 l24 d32 o32+16: base 10.0 us; laned +100.0%; one_launch +200.0%; one_launch#2 +25.0%; "
+        "one_launch#3 +30.0%; not extended: why"
     )
 
 
 def row(tokens: int, us: float, *, lanes: int = 64) -> Row:
-    tuning = {"split_k": {"splits": 4}}
-    return Row(tokens=tokens, lanes=lanes, d=64, o=64, us={"split_k": us}, tuning=tuning)
+    tuning = {"one_launch": {"splits": 4}}
+    return Row(tokens=tokens, lanes=lanes, d=64, o=64, us={"one_launch": us}, tuning=tuning)
 
 
 def table(*rows: Row, source: str = 'a "test"') -> Table:

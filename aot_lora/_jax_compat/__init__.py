@@ -26,7 +26,7 @@ from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
 from jax.sharding import SingleDeviceSharding
 
-from aot_lora._jax_compat import donation
+from aot_lora._jax_compat import donation, mosaic_gpu
 from aot_lora._jax_compat.layouts import layout_of
 from aot_lora._jax_compat.trees import tree_of, tree_text
 from aot_lora.errors import ProgramError
@@ -212,6 +212,7 @@ def load_placed(
       out_shardings: of all results.
       committed: whether results are committed to the devices.
     """
+    mosaic_gpu.ready_to_load(raw)
     client = devices[0].client
     device_list = xla_client.DeviceList(tuple(devices))
     executable = client.deserialize_executable(raw, device_list, _options(tuple(devices)))

@@ -81,12 +81,16 @@ def chosen_lora(chooser: Chooser, *, most: int, stacked: bool) -> LoraMaker:
                 return no_lora(site, x, weights, layer)
             own, choice = with_banks[site], choices[site]
             by = dict(zip(site, weights, strict=True))
-            outputs = projects[site](
-                x,
-                tuple(by[name] for name in own),
-                tuple(banks[name] for name in own),
-                layer,
-                prepared[choice.form.name],
+            form = choice.form
+            outputs, prepared[form.name] = form.divided(
+                projects[site](
+                    x,
+                    tuple(by[name] for name in own),
+                    tuple(banks[name] for name in own),
+                    layer,
+                    prepared[form.name],
+                ),
+                prepared[form.name],
             )
             found = dict(zip(own, outputs, strict=True))
             return tuple(found[name] if name in found else x @ by[name] for name in site)

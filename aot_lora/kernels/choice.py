@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import log2
+from typing import Any
 
 from aot_lora.config.tables import Row, Table
 from aot_lora.kernels.forms import FORMS, PLAIN, Form
-from aot_lora.kernels.lora_project.xla import Arrays
 from aot_lora.kernels.sizes import Sizes
 
 
@@ -27,7 +27,7 @@ class Choice:
     tuning: Mapping[str, int] = field(default_factory=dict[str, int])
     reason: str
 
-    def project(self) -> partial[Arrays]:
+    def project(self) -> partial[Any]:
         """The form's `project` with its tuning."""
         return partial(self.form.project, **self.tuning)
 

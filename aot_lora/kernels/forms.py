@@ -30,13 +30,19 @@ class Form:
       project: (x, weights, banks, layer, prepared, **tuning) -> outputs; see `xla.laned`.
       supports: (sizes, platform) -> why it cannot serve them; empty where it can.
       tunings: keyword arguments of `project` that are worth trying.
+      carries: whether `project` returns (outputs, what the next call takes for `prepared`).
     """
 
     name: str
     prepare: Callable[..., Any]
-    project: Callable[..., Arrays]
+    project: Callable[..., Any]
     supports: Callable[[Sizes, str], str] = _anything
     tunings: tuple[Mapping[str, int], ...] = ({},)
+    carries: bool = False
+
+    def divided(self, found: Any, prepared: Any) -> tuple[Arrays, Any]:
+        """What `project` returned, as outputs and as `prepared` of the next call."""
+        return found if self.carries else (found, prepared)
 
 
 FORMS: dict[str, Form] = {
@@ -70,11 +76,12 @@ FORMS: dict[str, Form] = {
             supports=pallas_tpu.supports_fused,
         ),
         Form(
-            name="split_k",
-            prepare=prepare_lanes,
-            project=pallas_gpu.split_k,
+            name="one_launch",
+            prepare=pallas_gpu.prepare,
+            project=pallas_gpu.one_launch,
             supports=pallas_gpu.supports,
             tunings=pallas_gpu.TUNINGS,
+            carries=True,
         ),
         Form(
             name="extended",
