@@ -12,6 +12,7 @@ from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan
 from aot_lora.plan.fit import histogram
 from aot_lora.plan.lints import Lint, TokenUse, lane_lints, slot_lints, token_lints, token_uses
+from aot_lora.plan.mix import Mix, mix_of_steps
 from aot_lora.plan.simulate import Server, Steps, Traffic, simulate
 
 
@@ -31,6 +32,10 @@ class Used:
     steps: Steps
     uses: tuple[TokenUse, ...]
     lints: tuple[Lint, ...]
+
+    def mix(self, plan: Plan) -> Mix:
+        """Its steps, for a plan's slots and ranks."""
+        return mix_of_steps(self.steps, plan)
 
 
 def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> Used:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from aot_lora.config import Config, load_config
+from aot_lora.config.load import read
 
 FORMATS = ("human", "json")
 _NUMBER = re.compile(r"[\d.,]+( \S+)?")  # 12; 3.4 MiB; 25 %
@@ -29,9 +30,9 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def read_config(name: str, store: str | None) -> Config:
-    """Loads a config and says its warnings on stderr."""
-    config = load_config(name, store=store)
+def read_config(name: str, store: str | None, *, limited: bool = True) -> Config:
+    """Loads a config and says its warnings on stderr; unless `limited`, whatever its plan costs."""
+    config = (load_config if limited else read)(name, store=store)
     for warning in config.warnings:
         note(f"warning: {warning}")
     return config

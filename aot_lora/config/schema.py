@@ -21,6 +21,7 @@ from aot_lora.plan import ROW_MODULES
 _MOST = 2**31 - 1  # sizes and positions are int32 on the device
 PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):[1-9]\d*(x[1-9]\d*){1,2}")
 GPU_TOPOLOGY = re.compile(r"|[A-Za-z0-9][\w-]*|[^\x00]+\.txtpb")
@@ -215,9 +216,14 @@ OnMiss = Literal["error", "pad_up", "background"]
 
 
 class LimitsSection(Strict):
-    """What a plan may cost. `hbm_fraction`: of each device's memory; `plan --memory` holds it."""
+    """What a plan may cost, all targets together.
+
+    `seconds`: of a cold warmup, as estimated for the host; `plan` and `warmup` hold it.
+    `hbm_fraction`: of each device's memory; `plan --memory` holds it.
+    """
 
     variants: PositiveInt = 2000
+    seconds: PositiveFloat | None = None
     store_bytes: Bytes = 8 * 2**30
     hbm_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -241,9 +247,6 @@ class StoreSection(Strict):
 
 Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 Modules = Annotated[dict[str, Shape], Field(min_length=1)]
-
-
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RopeScalingSection(Strict):
