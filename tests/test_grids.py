@@ -120,7 +120,7 @@ def test_no_grid_within_the_limit_costs_less(
     ]
     fitting = [grid for grid in grids if len(replan(grid).variants) <= most]
     edges = [e.max_tokens for e in entries if e.max_tokens]
-    search = Search(mix_of(steps, ranks), replan, COSTS[cost], edges=edges)
+    search = Search(mix_of(steps, ranks), replan, COSTS[cost], quantum=2, edges=edges)
 
     found = search.best(every, pairs, most=most, count=count)
 
@@ -145,7 +145,7 @@ def test_buckets_that_a_program_is_never_called_with_cost_less() -> None:
     mix, pairs = mix_of({(t, 2): 1 for t in (8, 16, 24, 32)}, {8: 1}), [((0, 2), (8,))]
     # 2 programs x (base, 16 lanes) for the first two buckets, 1 x 2 for the other two
     most = 2 * 4 + 2 * 2
-    searches = (Search(mix, replan, WORK, edges=edges) for edges in ([9], []))
+    searches = (Search(mix, replan, WORK, quantum=2, edges=edges) for edges in ([9], []))
     known, unknown = (search.best((8, 16, 24, 32), pairs, most=most) for search in searches)
 
     assert known is not None
@@ -165,7 +165,7 @@ GRIDS = st.builds(
 @given(grid=GRIDS, most=st.integers(0, 60))
 def test_changes_fit_keep_what_is_promised_and_come_cheapest_first(grid: Grid, most: int) -> None:
     plan = plan_of(grid)
-    search = Search(mix_of_points(plan, WORK), plan_of, WORK)
+    search = Search(mix_of_points(plan, WORK), plan_of, WORK, quantum=2)
     found = changes(grid, search, most=most)
 
     assert bool(found) == (len(plan_of(smallest(grid)).variants) <= most)
@@ -182,7 +182,7 @@ def test_changes_fit_keep_what_is_promised_and_come_cheapest_first(grid: Grid, m
 
 @given(grid=GRIDS, low=st.integers(1, 60), more=st.integers(0, 60))
 def test_a_higher_limit_never_costs_more(grid: Grid, low: int, more: int) -> None:
-    search = Search(mix_of_points(plan_of(grid), WORK), plan_of, WORK)
+    search = Search(mix_of_points(plan_of(grid), WORK), plan_of, WORK, quantum=2)
     tight, loose = (changes(grid, search, most=most) for most in (low, low + more))
 
     assert not tight or loose[0].cost <= tight[0].cost * (1 + 1e-9)
@@ -192,7 +192,7 @@ def test_without_a_trace_equal_ratios_are_equally_dear() -> None:
     """Of powers of two, every second goes: absolute padding would only keep the largest."""
     grid = Grid(tokens=(2, 4, 8, 16, 32), slots=(1,), ranks=(8,))
     plan = plan_of(grid)
-    search = Search(mix_of_points(plan, WORK), plan_of, WORK)
+    search = Search(mix_of_points(plan, WORK), plan_of, WORK, quantum=2)
     found = search.best(grid.tokens, [(grid.slots, grid.ranks)], most=_of_buckets(grid, 3))
 
     assert found is not None
@@ -215,7 +215,7 @@ def test_a_trace_says_which_buckets_may_go() -> None:
         late_seconds=0.0,
     )
     plan = plan_of(grid)
-    search = Search(mix_of_steps(steps, plan), plan_of, WORK)
+    search = Search(mix_of_steps(steps, plan), plan_of, WORK, quantum=2)
     found = changes(grid, search, most=_of_buckets(grid, 3))[0]
 
     assert found.grid.tokens == (2, 16, 32)
@@ -303,7 +303,7 @@ def test_of_many_buckets_one_chain_of_subsets_is_tried() -> None:
 
 def test_a_long_axis_is_answered_by_a_step() -> None:
     grid = Grid(tokens=tuple(range(1, 1001)), slots=(2,), ranks=(8,))
-    search = Search(mix_of_points(plan_of(grid), WORK), plan_of, WORK)
+    search = Search(mix_of_points(plan_of(grid), WORK), plan_of, WORK, quantum=2)
     limit = len(plan_of(Grid(tokens=(*range(8, 1000, 8), 1000), slots=(2,), ranks=(8,))).variants)
     found = changes(grid, search, most=limit)
 
@@ -312,7 +312,7 @@ def test_a_long_axis_is_answered_by_a_step() -> None:
 
 def test_a_search_that_never_ends_is_refused() -> None:
     grid = Grid(tokens=(2000,), slots=(2,), ranks=(8,))
-    search = Search(mix_of_points(plan_of(grid), WORK), plan_of, WORK)
+    search = Search(mix_of_points(plan_of(grid), WORK), plan_of, WORK, quantum=2)
     pairs: Any = [(grid.slots, grid.ranks)] * 100
     with pytest.raises(PlanError) as caught:
         search.best(range(1, 2001), pairs, most=10**6)

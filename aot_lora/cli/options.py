@@ -12,6 +12,8 @@ import click
 
 from aot_lora.config import Config, load_config
 from aot_lora.config.load import read
+from aot_lora.config.schema import with_unit
+from aot_lora.errors import ConfigError
 
 FORMATS = ("human", "json")
 _NUMBER = re.compile(r"[\d.,]+( \S+)?")  # 12; 3.4 MiB; 25 %
@@ -28,6 +30,21 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in reversed(decorators):
         function = decorate(function)
     return function
+
+
+def byte_count(text: str) -> int:
+    """Bytes of an option: ``64MiB``, or an integer.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    try:
+        found = int(text) if text.isdecimal() else with_unit(text)
+    except ValueError as error:
+        raise ConfigError(f"bad size: {error}", found=repr(text)[:60]) from None
+    if not found:
+        raise ConfigError("a size of nothing", expected="at least 1")
+    return int(found)
 
 
 def read_config(name: str, store: str | None, *, limited: bool = True) -> Config:

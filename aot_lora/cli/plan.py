@@ -55,6 +55,7 @@ def command(
             traffic,
             sequences=sequences,
             worth=1.0 if worth is None else worth,
+            prefill_chunk=loaded.prefill_chunk,
         )
     hold_limits(
         loaded.asked,

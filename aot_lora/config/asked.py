@@ -72,6 +72,17 @@ class Asked:
             cache=KvCache(sequences=cache.sequences, length=cache.length) if cache else None,
         )
 
+    def quantum_beside(self, before: tuple[int, ...], after: tuple[int, ...]) -> int | None:
+        """The quantum to write where `after` replace the ranks `before`, so that it stays."""
+        quantum = math.gcd(*before)
+        stays = self.file.lora.quantum is not None or math.gcd(*after) == quantum
+        return None if stays else quantum
+
+    @property
+    def edges(self) -> list[int]:
+        """The ``max_tokens`` of the user's programs that have one."""
+        return [entry.max_tokens for entry in self.entries if entry.max_tokens is not None]
+
     @property
     def entries(self) -> list[schema.ProgramEntry]:
         """The user's own programs."""

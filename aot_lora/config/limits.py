@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from aot_lora.plan import Plan, TargetSpec, usable_cores
 from aot_lora.plan.budget import Bill, Limits, bill, broken, most_variants
 
 if TYPE_CHECKING:  # numpy, for those whose plan is refused
-    from aot_lora.plan.grids import Choice, Grid
+    from aot_lora.plan.grids import Choice, Grid, Replan
     from aot_lora.plan.mix import Mix
 
 _PROBLEMS = {
@@ -93,11 +92,7 @@ def _advice(
     from aot_lora.plan.grids import Grid, Search
     from aot_lora.plan.mix import mix_of_points
 
-    def replan(grid: Grid) -> Plan:
-        # The quantum stays: with a coarser one the banks would hold fewer adapters.
-        return asked.plan(
-            tokens=grid.tokens, slots=grid.slots, ranks=grid.ranks, quantum=plan.quantum
-        )
+    replan = replanner(asked, plan)
 
     def billed(variants: int) -> Bill:
         return bill(variants, targets, cores=usable_cores())
@@ -108,7 +103,8 @@ def _advice(
         mix_of_points(plan, cost) if mix is None else mix,
         replan,
         cost,
-        edges=[e.max_tokens for e in asked.entries if e.max_tokens is not None],
+        quantum=plan.quantum,
+        edges=asked.edges,
     )
     basis = "if each point is as frequent" if mix is None else "for the steps of the trace"
     now = search.cost_of(grid)
@@ -127,6 +123,20 @@ def _advice(
         )
     needed = _limits_line(limits, billed(len(plan.variants)))
     return "\n    or ".join([f"write {lines[0]}", *lines[1:], f"`{needed}` for all of it"])
+
+
+def replanner(asked: Asked, plan: Plan) -> Replan:
+    """Plans a config again with another grid.
+
+    The quantum stays that of `plan`: with a coarser one the banks would hold fewer adapters.
+    """
+
+    def replan(grid: Grid) -> Plan:
+        return asked.plan(
+            tokens=grid.tokens, slots=grid.slots, ranks=grid.ranks, quantum=plan.quantum
+        )
+
+    return replan
 
 
 def _more(choice: Choice, now: float) -> str:
@@ -168,10 +178,9 @@ def _keys(asked: Asked, before: Grid, after: Grid) -> list[str]:
     if after.slots != before.slots:
         found.append(f"`slots: {list(after.slots)}`")
     if after.ranks != before.ranks:
-        quantum = math.gcd(*before.ranks)
-        kept = asked.file.lora.quantum or math.gcd(*after.ranks) == quantum
+        quantum = asked.quantum_beside(before.ranks, after.ranks)
         found.append(f"`ranks: {list(after.ranks)}`")
-        found += [] if kept else [f"`quantum: {quantum}`"]
+        found += [] if quantum is None else [f"`quantum: {quantum}`"]
     return found
 
 

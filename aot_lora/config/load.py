@@ -193,9 +193,7 @@ def _token_buckets(
     if isinstance(tokens.buckets, schema.FitBuckets):
         from aot_lora.config.fitted import fitted_buckets  # numpy, for those who fit
 
-        return fitted_buckets(
-            tokens.buckets, tokens.budget, config, document.place(("tokens", "buckets"))
-        )
+        return fitted_buckets(tokens.buckets, tokens, config, document.place(("tokens", "buckets")))
     if isinstance(tokens.buckets, schema.StepBuckets):
         return step_buckets(step=tokens.buckets.step, budget=tokens.budget)
     if tokens.buckets == "pow2":

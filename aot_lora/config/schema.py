@@ -202,7 +202,8 @@ class ProgramEntry(Strict):
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def _with_unit(value: Any) -> Any:
+def with_unit(value: Any) -> Any:
+    """Bytes written as ``8GiB``, as an integer; anything but text as it is."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+) ?(KiB|MiB|GiB|TiB)", value)
@@ -211,7 +212,7 @@ def _with_unit(value: Any) -> Any:
     return int(match[1]) * _UNITS[match[2]]
 
 
-Bytes = Annotated[int, BeforeValidator(_with_unit), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(with_unit), Field(ge=1)]
 OnMiss = Literal["error", "pad_up", "background"]
 
 

@@ -10,10 +10,10 @@ import numpy as np
 from aot_lora.errors import PlanError
 from aot_lora.plan.fit import Floats, Ints
 from aot_lora.plan.mix import LaneCost, Mix
-from aot_lora.plan.plan import Plan
+from aot_lora.plan.partition import partition
+from aot_lora.plan.plan import Plan, lane_buckets
 
 _MOST_WORK = 2 * 10**10  # additions of the search, some 20 s
-_NEVER = np.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,59 +42,59 @@ class Choice:
     cost: float
 
 
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+"""Slots and ranks."""
+
+
 class Search:
     """Looks for grids; remembers what several of them share.
 
     Args:
       mix: the steps.
-      replan: makes a plan of a grid.
+      replan: makes a plan of a grid; the quantum is the same for all.
       cost: of one step.
+      quantum: lanes of a block.
       edges: tokens of which programs of a config are called with no more (``max_tokens``).
     """
 
     def __init__(
-        self, mix: Mix, replan: Replan, cost: LaneCost, *, edges: Sequence[int] = ()
+        self,
+        mix: Mix,
+        replan: Replan,
+        cost: LaneCost,
+        *,
+        quantum: int,
+        edges: Sequence[int] = (),
     ) -> None:
-        self.mix, self.replan, self._cost = mix, replan, cost
+        self.mix, self.replan, self.cost, self.quantum = mix, replan, cost, quantum
         self._edges = np.unique(np.asarray(edges, np.int64))
-        self._within: dict[int, Floats] = {}
-        self._costs: dict[tuple[int, bytes], Floats] = {}
+        self.within = mix.within(quantum)
+        self._variants: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def cost_of(self, grid: Grid) -> float:
         """What all steps of the mix cost under a grid."""
-        sizes = np.asarray(grid.tokens, np.int64)
-        weights, costs = self._table(sizes, grid.slots, grid.ranks)
-        return float((weights.T * costs).sum())
+        table = _Table(self, grid.tokens)
+        return table.cost(self._lanes(grid.slots, grid.ranks))
 
     def as_is(self) -> float:
         """What they would cost without padding: every count of tokens and of blocks its own."""
-        mix, total = self.mix, 0.0
-        quantum = int(np.gcd.reduce(mix.ranks))
-        for column, share in enumerate(self._blocks(quantum)):
-            for blocks in np.flatnonzero(np.diff(share, prepend=0.0) > 0):
-                part = share[blocks] - (share[blocks - 1] if blocks else 0.0)
-                costs = np.asarray(self._cost(int(blocks) * quantum)(mix.tokens), np.float64)
-                total += float(part * (mix.counts[:, column] @ costs))
-        return total
+        table = _Table(self, self.mix.tokens.tolist())
+        return table.cost(table.own)
 
     def best(
         self,
         sizes: Iterable[int],
-        pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+        pairs: Sequence[Pair],
         *,
         most: int,
         count: int | None = None,
     ) -> Choice | None:
         """The grid of the least cost with at most `most` variants; None where there is none.
 
-        Exact: for each of `pairs`, the token buckets by dynamic programming over their variants.
-        With S the sizes and c the cost of lengths i .. j in a bucket of S[j], the best cost of the
-        first j sizes for u variants is
-
-            D[u, j] = min over i of (D[u - price(i), i] + c(i, j))
-
-        where the price of a bucket depends on the one below it: a program with ``max_tokens`` is
-        compiled for each bucket up to the first that holds so many.
+        Exact: for each of `pairs` the best token buckets by `partition`, where the price of a
+        bucket is its variants. It depends on the bucket below: a program with ``max_tokens`` is
+        compiled for each bucket up to the first that holds so many. A pair is left out where even
+        its lower bound costs more than a grid that was found.
 
         Args:
           sizes: token buckets that may be, rising; the last is always among the chosen.
@@ -105,10 +105,10 @@ class Search:
         Raises:
           PlanError: more than can be searched.
         """
-        every = np.asarray(list(sizes), np.int64)
-        n = len(every)
-        priced = [(pair, *self._prices(every, *pair)) for pair in pairs]
-        layers = [_layers(fixed, prices, most, n, count) for _, fixed, prices in priced]
+        table = _Table(self, sizes)
+        n = len(table.sizes)
+        priced = [self._prices(table.sizes, pair) for pair in pairs]
+        layers = [_layers(fixed, prices, most, n, count) for fixed, prices in priced]
         work = n * n * sum(layers)
         if work > _MOST_WORK:
             raise PlanError(
@@ -118,57 +118,35 @@ class Search:
                 found=f"{work:,}",
                 next_step="ask for larger multiples, or for fewer buckets of tokens or slots",
             )
+        lanes = [self._lanes(*pair) for pair in pairs]
+        bounds = table.bounds(lanes, layers)
         found: tuple[float, int, Grid] | None = None
-        for (pair, fixed, prices), most_buckets in zip(priced, layers, strict=True):
-            if not most_buckets:
+        for index in np.argsort(bounds, kind="stable"):
+            if found is not None and bounds[index] > found[0] * (1 + 1e-9):
+                break
+            if not layers[index]:
                 continue
-            weights, costs = self._table(every, *pair)
-            value, spent, chosen = _cheapest(weights, costs, prices, most - fixed, most_buckets)
+            fixed, prices = priced[index]
+            value, spent, chosen = partition(
+                *table.of(lanes[index]), prices, spare=most - fixed, layers=layers[index]
+            )
             if chosen and (found is None or (value, spent + fixed) < found[:2]):
-                tokens = tuple(every[chosen].tolist())
-                found = value, spent + fixed, Grid(tokens=tokens, slots=pair[0], ranks=pair[1])
-        if found is None:
-            return None
-        return self.choice(found[2])
+                tokens = tuple(table.sizes[chosen].tolist())
+                slots, ranks = pairs[index]
+                found = value, spent + fixed, Grid(tokens=tokens, slots=slots, ranks=ranks)
+        return None if found is None else self.choice(found[2])
 
     def choice(self, grid: Grid) -> Choice:
         """A grid with what it needs and costs; its plan is made for that."""
         variants = len(self.replan(grid).variants)
         return Choice(grid=grid, variants=variants, cost=self.cost_of(grid))
 
-    def _table(
-        self, sizes: Ints, slots: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> tuple[Floats, Floats]:
-        """Weights [n, l] of steps by size and lanes bucket, and costs [l, n] of one at each."""
-        mix = self.mix
-        plan = self.replan(Grid(tokens=(int(sizes[-1]),), slots=slots, ranks=ranks))
-        lanes = [*([0] if 0 in slots or not plan.with_lanes else []),
-                 *(plan.lanes.buckets if plan.with_lanes else ())]  # fmt: skip
-        within = self._blocks(plan.quantum)
-        edges = np.minimum(np.asarray(lanes) // plan.quantum, within.shape[1] - 1)
-        reached = within[:, edges]
-        reached[:, -1] = 1.0  # a batch beyond them is refused in a server; here it pays the last
-        shares = np.diff(reached, axis=1, prepend=0.0)
-        where = np.minimum(np.searchsorted(sizes, mix.tokens), len(sizes) - 1)
-        weights = np.zeros((len(sizes), len(lanes)))
-        np.add.at(weights, where, mix.counts @ shares)
-        costs = np.stack([self._costs_of(lane, sizes) for lane in lanes])
-        return weights, costs
+    def _lanes(self, slots: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Lanes that a batch may be padded to; 0 where it may be one without adapters."""
+        lanes, _ = lane_buckets(slots, ranks, self.quantum)
+        return (0, *lanes) if 0 in slots or not lanes else lanes
 
-    def _blocks(self, quantum: int) -> Floats:
-        if quantum not in self._within:
-            self._within[quantum] = self.mix.within(quantum)
-        return self._within[quantum]
-
-    def _costs_of(self, lanes: int, sizes: Ints) -> Floats:
-        key = lanes, sizes.tobytes()
-        if key not in self._costs:
-            self._costs[key] = np.asarray(self._cost(lanes)(sizes), np.float64)
-        return self._costs[key]
-
-    def _prices(
-        self, sizes: Ints, slots: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> tuple[int, Ints]:
+    def _prices(self, sizes: Ints, pair: Pair) -> tuple[int, Ints]:
         """Variants without tokens, and those of a bucket above each of (none, sizes[0], ...)."""
         below = np.concatenate(([0], sizes[:-1]))
         groups = np.searchsorted(self._edges, below, side="right")
@@ -176,11 +154,71 @@ class Search:
         fixed = 0
         for group in np.unique(groups):
             at = groups == group
-            tokens = tuple(sorted({int(below[at][0]), int(sizes[-1])} - {0}))
+            fixed, prices[at] = self._counted(int(group), int(below[at][0]), int(sizes[-1]), pair)
+        return fixed, prices
+
+    def _counted(self, group: int, below: int, last: int, pair: Pair) -> tuple[int, int]:
+        slots, ranks = pair
+        lanes, adapter_lanes = lane_buckets(slots, ranks, self.quantum)
+        # A plan's variants are as many as its buckets make them, whichever these are.
+        key = group, last, len(lanes), len(adapter_lanes), int(0 in slots), int(1 in slots)
+        if key not in self._variants:
+            tokens = tuple(sorted({below, last} - {0}))
             variants = self.replan(Grid(tokens=tokens, slots=slots, ranks=ranks)).variants
             fixed = sum(not variant.tokens for variant in variants)
-            prices[at] = sum(variant.tokens == tokens[-1] for variant in variants)
-        return fixed, prices
+            self._variants[key] = fixed, sum(variant.tokens == last for variant in variants)
+        return self._variants[key]
+
+
+class _Table:
+    """The steps of a search by the sizes that they are padded to."""
+
+    def __init__(self, search: Search, sizes: Iterable[int]) -> None:
+        self.sizes = np.asarray(list(sizes), np.int64)
+        self._cost, self._within, self._quantum = search.cost, search.within, search.quantum
+        where = np.searchsorted(self.sizes, search.mix.tokens)
+        self._counts = np.zeros((len(self.sizes), len(search.mix.slots)))
+        np.add.at(self._counts, np.minimum(where, len(self.sizes) - 1), search.mix.counts)
+        self._costs: dict[int, Floats] = {}
+        blocks = np.flatnonzero(np.diff(self._within, axis=1, prepend=0.0).any(axis=0))
+        self.own = tuple((blocks * self._quantum).tolist())
+
+    def of(self, lanes: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """Weights [n, l] of steps by size and lanes bucket, and costs [l, n] of one at each."""
+        edges = np.minimum(np.asarray(lanes) // self._quantum, self._within.shape[1] - 1)
+        reached = self._within[:, edges]
+        reached[:, -1] = 1.0  # a batch beyond them is refused in a server; here it pays the last
+        weights = self._counts @ np.diff(reached, axis=1, prepend=0.0)
+        return weights, np.stack([self._at(lane) for lane in lanes])
+
+    def cost(self, lanes: tuple[int, ...]) -> float:
+        """Of all steps, each at its size and padded to these lanes."""
+        weights, costs = self.of(lanes)
+        return float((weights.T * costs).sum())
+
+    def bounds(self, lanes: Sequence[tuple[int, ...]], layers: Sequence[int]) -> Floats:
+        """For each choice of lanes: no cut of the sizes into so many buckets costs less.
+
+        Padding tokens costs no less with more lanes, where the cost is such: then what it costs
+        without padding of lanes can be added to what these lanes cost without padding of tokens.
+        """
+        bounds = np.asarray([self.cost(found) for found in lanes])
+        every = sorted({*self.own, *(lane for found in lanes for lane in found)})
+        costs = np.stack([self._at(lane) for lane in every])
+        if (np.diff(np.diff(costs, axis=0), axis=1) < -1e-12 * costs.max()).any():
+            return bounds
+        own, at_own = self.of(self.own)
+        ones, least = np.ones(len(self.sizes), np.int64), self.cost(self.own)
+        added = {
+            count: partition(own, at_own, ones, spare=count, layers=count)[0] - least
+            for count in sorted(set(layers) - {0})
+        }
+        return bounds + np.asarray([added.get(count, 0.0) for count in layers])
+
+    def _at(self, lanes: int) -> Floats:
+        if lanes not in self._costs:
+            self._costs[lanes] = np.asarray(self._cost(lanes)(self.sizes), np.float64)
+        return self._costs[lanes]
 
 
 def _layers(fixed: int, prices: Ints, most: int, n: int, count: int | None) -> int:
@@ -191,55 +229,3 @@ def _layers(fixed: int, prices: Ints, most: int, n: int, count: int | None) -> i
     cheapest = max(int(prices.min()), 1)
     more = (spare - int(prices[0])) // cheapest
     return min(1 + more, n, n if count is None else count)
-
-
-def _cheapest(
-    weights: Floats, costs: Floats, prices: Ints, spare: int, layers: int
-) -> tuple[float, int, list[int]]:
-    """Cost, variants spent and positions of the chosen sizes."""
-    n = len(prices)
-    before = np.concatenate((np.zeros((1, weights.shape[1])), np.cumsum(weights, axis=0)))
-    alone = np.einsum("jl,lj->j", before[1:], costs)
-    spans = alone[None, :] - before[:-1] @ costs  # [i, j]: lengths i .. j in a bucket of size j
-    spans[np.tril_indices(n, -1)] = _NEVER
-    groups = [(int(price), np.flatnonzero(prices == price)) for price in np.unique(prices)]
-    start = np.full(n + 1, _NEVER)
-    start[0] = 0.0
-    states: dict[int, Floats] = {0: start}
-    came: list[dict[int, tuple[Ints, Ints]]] = []  # by layer and spent: spent before, position i
-    best: tuple[float, int, int] | None = None  # cost, spent, layer
-    for layer in range(layers):
-        new: dict[int, tuple[Floats, Ints, Ints]] = {}
-        for spent, value in sorted(states.items()):
-            for price, rows in groups:
-                if spent + price > spare:
-                    continue
-                totals = value[rows, None] + spans[rows]
-                at = totals.argmin(axis=0)
-                least = totals[at, np.arange(n)]
-                old = new.get(spent + price)
-                if old is None:
-                    new[spent + price] = least, np.full(n, spent), rows[at]
-                else:
-                    less = least < old[0]
-                    new[spent + price] = (
-                        np.where(less, least, old[0]),
-                        np.where(less, spent, old[1]),
-                        np.where(less, rows[at], old[2]),
-                    )
-        came.append({spent: (source, at) for spent, (_, source, at) in new.items()})
-        states = {spent: np.append(_NEVER, value) for spent, (value, _, _) in new.items()}
-        for spent, value in sorted(states.items()):
-            total = float(value[n])
-            # A difference that is only one of rounding buys nothing.
-            if np.isfinite(total) and (best is None or total < best[0] * (1 - 1e-12)):
-                best = total, spent, layer
-    if best is None:
-        return _NEVER, 0, []
-    chosen: list[int] = []
-    end, spent = n, best[1]
-    for layer in range(best[2], -1, -1):
-        source, at = came[layer][spent]
-        chosen.append(end - 1)
-        spent, end = int(source[end - 1]), int(at[end - 1])
-    return best[0], best[1], chosen[::-1]
