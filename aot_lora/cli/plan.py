@@ -17,7 +17,8 @@ from aot_lora.config import Config
 from aot_lora.config.limits import hold_limits
 from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
-from aot_lora.warmup.memory import memory_report, refuse_what_does_not_fit
+from aot_lora.warmup.fewer import refuse_what_does_not_fit
+from aot_lora.warmup.memory import memory_report
 
 
 @click.command()
@@ -109,7 +110,7 @@ def command(
             sys.stdout.writelines(variant.name + "\n" for variant in plan.variants)
     sys.stdout.flush()
     for report in reports:
-        refuse_what_does_not_fit(loaded, report)
+        refuse_what_does_not_fit(loaded, report, say=note)
 
 
 def _show(config: Config, plan: Plan, waste: tuple[tuple[int, float], ...]) -> None:
