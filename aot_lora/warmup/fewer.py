@@ -66,7 +66,8 @@ def _fewer_adapters(config: Config, report: MemoryReport, say: Callable[[str], N
     """The most resident lanes that fit, if the largest adapter still does."""
     plan = config.plan
     least = 1 + plan.most_blocks  # the block of zeros, and one adapter
-    if not plan.bank_bytes or plan.bank_blocks <= least:
+    banks = report.memory.banks  # a program of the user's own may take them, without any of ours
+    if not banks or plan.bank_blocks <= least:
         return []
 
     def measure_at(blocks: int) -> Memory:
@@ -76,17 +77,17 @@ def _fewer_adapters(config: Config, report: MemoryReport, say: Callable[[str], N
         return add_up(fewer, measuring.measure_all(changed, report.target, largest_variants(fewer)))
 
     knob = Knob(
-        growth=plan.bank_bytes // plan.bank_blocks,
+        growth=banks // plan.bank_blocks,
+        least=least,
         most=plan.bank_blocks,
         held=lambda memory: memory.banks,
         measure=measure_at,
     )
-    if not report.memory.refused:
-        over = report.memory.total - report.allowed
-        if (plan.bank_blocks - least) * knob.growth < over:
-            return []  # not even with one adapter; nothing needs to be compiled for that
+    held = report.memory.total - banks  # without what is not known where the compiler refused
+    if held + least * knob.growth > report.allowed:
+        return []  # not even with one adapter; nothing needs to be compiled for that
     blocks, best, _ = largest(report, knob, plan.bank_blocks, report.memory)
-    if best is None or blocks < least:
+    if best is None:
         return []
     lanes = (blocks - 1) * plan.quantum
     adapters = lanes // (plan.most_blocks * plan.quantum)
@@ -98,7 +99,7 @@ def _fewer_adapters(config: Config, report: MemoryReport, say: Callable[[str], N
 def _both(config: Config, report: MemoryReport, say: Callable[[str], None]) -> list[str]:
     """The longest cache beside banks of as many of the largest adapters as run at once, or one."""
     plan = config.plan
-    if plan.cache is None or not plan.bank_bytes:
+    if plan.cache is None or not report.memory.banks:
         return []
     for adapters in sorted({plan.slots[-1], 1}, reverse=True):
         blocks = 1 + adapters * plan.most_blocks
@@ -123,9 +124,9 @@ def _larger_share(report: MemoryReport) -> list[str]:
 
 def _nothing(config: Config, report: MemoryReport) -> str:
     plan, memory = config.plan, report.memory
-    banks = plan.bank_bytes // plan.bank_blocks * (1 + plan.most_blocks)
+    banks = memory.banks // plan.bank_blocks * min(1 + plan.most_blocks, plan.bank_blocks)
     cache = cache_bytes(plan, length=STEP) if plan.cache else 0
-    least = memory.weights + min(banks, memory.banks) + min(cache, memory.cache)
+    least = memory.weights + banks + min(cache, memory.cache)
     return (
         f"nothing fits: weights, the banks of one adapter and a cache of {STEP} tokens take "
         f"{least / _GIB:.2f} GiB before anything runs; use more devices (mesh.tp) or larger ones, "

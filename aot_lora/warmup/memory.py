@@ -92,12 +92,13 @@ class Knob:
 
     Args:
       growth: bytes that one unit of it takes by itself.
-      most: units that are known not to fit.
+      least: the fewest units that make sense; most: units that are known not to fit.
       held: bytes of all units, of what was measured.
       measure: what a plan with so many units needs.
     """
 
     growth: int
+    least: int = 1
     most: int
     held: Callable[[Memory], int]
     measure: Callable[[int], Memory]
@@ -113,13 +114,14 @@ def largest(
       knob: what is turned; at, memory: how far it is now, and what was measured there.
 
     Returns:
-      The most units that fit by compiling, what they need, and whether one more is known not to.
+      The most units that fit by compiling (one less than `least` where none do), what they need,
+      and whether one more is known not to.
     """
-    low, high = 0, knob.most
+    low, high = knob.least - 1, knob.most
     best: Memory | None = None
     for round_ in range(_ROUNDS + 1):
         fits = not memory.refused and memory.total <= report.allowed
-        if fits and at >= max(low, 1):
+        if fits and at >= max(low, knob.least):
             low, best = int(at), memory
         elif not fits:
             high = min(high, -int(-at // 1))
