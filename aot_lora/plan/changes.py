@@ -9,6 +9,7 @@ from aot_lora.plan.grids import Choice, Grid, Search
 from aot_lora.plan.plan import round_up
 
 _MOST_PAIRS = 4096  # of slots and ranks; with more of them only one chain of subsets is tried
+_MOST_WORK = 10**9  # additions, about a second
 _LONG_AXIS = 256  # token buckets: nobody writes more of them out, so a step is offered
 
 
@@ -47,16 +48,19 @@ def changes(grid: Grid, search: Search, *, most: int) -> tuple[Choice, ...]:
     The budget, the most adapters and the largest rank stay, and so does a batch without adapters.
     Empty where nothing fits.
     """
-    kept = frozenset({0})
+    kept: frozenset[int] = frozenset({0})
     slots = subsets(grid.slots, kept=kept, limit=_MOST_PAIRS)
     ranks = subsets(grid.ranks, kept=frozenset(), limit=_MOST_PAIRS)
-    pairs = [(s, r) for s in slots for r in ranks]
-    if len(pairs) > _MOST_PAIRS:
+    limit = max(1, min(_MOST_PAIRS, _MOST_WORK // min(len(grid.tokens), _LONG_AXIS) ** 3))
+    if len(slots) * len(ranks) <= limit:
+        pairs = [(s, r) for s in slots for r in ranks]
+    else:
         chains = (
             subsets(grid.slots, kept=kept, limit=0),
             subsets(grid.ranks, kept=frozenset(), limit=0),
         )
-        pairs = [(s, r) for s in chains[0] for r in chains[1]][:_MOST_PAIRS]
+        pairs = [(s, r) for s in chains[0] for r in chains[1]]
+        pairs = pairs[:: -(-len(pairs) // limit)] + pairs[-1:]  # the last is the smallest
     now = (grid.slots, grid.ranks)
     found = [
         _fewer_tokens(grid, search, [now], most),
@@ -69,8 +73,8 @@ def changes(grid: Grid, search: Search, *, most: int) -> tuple[Choice, ...]:
 
 
 def _fitting(search: Search, most: int, grids: Iterator[Grid]) -> Choice | None:
-    fitting = (choice for choice in map(search.choice, grids) if choice.variants <= most)
-    return min(fitting, key=lambda choice: (choice.cost, choice.variants), default=None)
+    fitting = [(search.cost_of(g), search.count(g), g) for g in grids if search.count(g) <= most]
+    return search.choice(min(fitting, key=lambda found: found[:2])[2]) if fitting else None
 
 
 def _fewer_tokens(
@@ -95,11 +99,11 @@ def _stepped(
         return Grid(tokens=(*range(step, budget, step), budget), slots=pair[0], ranks=pair[1])
 
     low, high = 1, -(-budget // first)  # of first buckets
-    if len(search.replan(stepped(budget)).variants) > most:
+    if search.count(stepped(budget)) > most:
         return None
     while low < high:
         middle = (low + high) // 2
-        if len(search.replan(stepped(middle * first)).variants) <= most:
+        if search.count(stepped(middle * first)) <= most:
             high = middle
         else:
             low = middle + 1

@@ -70,11 +70,19 @@ class Search:
         self._edges = np.unique(np.asarray(edges, np.int64))
         self.within = mix.within(quantum)
         self._variants: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._last: tuple[tuple[int, ...], _Table] | None = None
 
     def cost_of(self, grid: Grid) -> float:
         """What all steps of the mix cost under a grid."""
-        table = _Table(self, grid.tokens)
-        return table.cost(self._lanes(grid.slots, grid.ranks))
+        if self._last is None or self._last[0] != grid.tokens:
+            self._last = grid.tokens, _Table(self, grid.tokens)
+        return self._last[1].cost(self._lanes(grid.slots, grid.ranks))
+
+    def count(self, grid: Grid) -> int:
+        """How many variants the plan of a grid has, without making it."""
+        sizes = np.asarray(grid.tokens, np.int64)
+        fixed, prices = self._prices(sizes, (grid.slots, grid.ranks))
+        return fixed + int(prices.sum())
 
     def as_is(self) -> float:
         """What they would cost without padding: every count of tokens and of blocks its own."""
