@@ -12,6 +12,7 @@ from gpus import H200
 from serving import cli
 
 from aot_lora import errors, load_config
+from aot_lora.cli.main import run
 from aot_lora.plan import TargetSpec, Variant
 from aot_lora.plan.memory import Measured, add_up, cache_bytes, largest_variants
 from aot_lora.targets.hbm import hbm_bytes
@@ -248,6 +249,31 @@ def test_where_neither_alone_is_enough_both_are_lowered(
         "`resident_lanes: 48` in lora and "
         f"`kv_cache: {{sequences: 4, length: {longest}}}` fit together"
     )
+
+
+@pytest.mark.parametrize(
+    ("lora", "length", "said"),
+    [
+        # (31.24 GiB - 49,152 of cache) / 16,912 a block of 4 lanes, less the block of zeros
+        (9_000_000, 48, "lora.resident_lanes of at most 7933684"),
+        # (31.24 GiB - 5 blocks) / 1,024 a token
+        (16, 99_999_999, "a kv_cache.length of at most 32757431"),
+        (9_000_000, 99_999_999, "fewer resident lanes and a shorter cache"),
+    ],
+)
+def test_banks_and_a_cache_that_can_never_fit_are_refused_without_a_compile(
+    lora: int, length: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = f"{{sequences: 4, length: {length}}}"
+    path = decoder(tmp_path, kv_cache=cache, target=V6E.partition(": ")[2])
+    lanes = f"  max_adapters: 4\n  resident_lanes: {lora}\n"
+    path.write_text(path.read_text().replace("  max_adapters: 4\n", lanes))
+
+    assert run(["plan", str(path)]) == errors.EXIT_USAGE
+    captured = capsys.readouterr()
+    assert "estimate of a cold warmup" in captured.out  # what is known is said first
+    assert "the banks and the cache alone need more memory" in captured.err
+    assert f"next: ask for {said}; `plan --memory` finds what fits" in captured.err
 
 
 def test_a_fraction_above_one_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from aot_lora.config import Config
 from aot_lora.config.limits import hold_limits
 from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
-from aot_lora.warmup.fewer import refuse_what_does_not_fit
+from aot_lora.warmup.fewer import refuse_what_cannot_fit, refuse_what_does_not_fit
 from aot_lora.warmup.memory import memory_report
 
 
@@ -109,6 +109,8 @@ def command(
         if list_variants:
             sys.stdout.writelines(variant.name + "\n" for variant in plan.variants)
     sys.stdout.flush()
+    for target in () if memory else loaded.targets:
+        refuse_what_cannot_fit(loaded, target)
     for report in reports:
         refuse_what_does_not_fit(loaded, report, say=note)
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 from aot_lora.config import Config
 from aot_lora.errors import PlanError
+from aot_lora.plan import TargetSpec
 from aot_lora.plan.memory import Memory, add_up, cache_bytes, largest_variants
+from aot_lora.targets.hbm import hbm_bytes
 from aot_lora.warmup import memory as measuring
 from aot_lora.warmup.memory import STEP, Knob, MemoryReport, largest, memory_report
 
@@ -44,6 +46,36 @@ def refuse_what_does_not_fit(
         f"limits.hbm_fraction {config.hbm_fraction:g}: {share}",
         found=found,
         next_step="\n    or ".join(changes) or _nothing(config, report),
+    )
+
+
+def refuse_what_cannot_fit(config: Config, target: TargetSpec) -> None:
+    """Raises where the banks and the cache alone are too much; nothing is compiled for that.
+
+    Raises:
+      PlanError: with bounds for each; what fits beside weights and steps only `--memory` can say.
+    """
+    plan, device = config.plan, hbm_bytes(target)
+    allowed = int(device * config.hbm_fraction)
+    cache = cache_bytes(plan, length=plan.cache.length) if plan.cache else 0
+    if not device or plan.bank_bytes + cache <= allowed:
+        return
+    bounds: list[str] = []
+    if plan.bank_bytes:
+        blocks = (allowed - cache) // (plan.bank_bytes // plan.bank_blocks)
+        if blocks > plan.most_blocks:
+            bounds.append(f"lora.resident_lanes of at most {(blocks - 1) * plan.quantum}")
+    if plan.cache:
+        length = (allowed - plan.bank_bytes) // cache_bytes(plan, length=1)
+        bounds += [f"a kv_cache.length of at most {length}"] if length > 0 else []
+    wanted = " or ".join(bounds) or "fewer resident lanes and a shorter cache"
+    raise PlanError(
+        "the banks and the cache alone need more memory than a device may give the plan",
+        where=f"{config.path}: {target}",
+        expected=f"at most {allowed / _GIB:.2f} GiB on each device, "
+        f"limits.hbm_fraction {config.hbm_fraction:g}",
+        found=f"banks of {plan.bank_bytes / _GIB:.2f} GiB and a cache of {cache / _GIB:.2f} GiB",
+        next_step=f"ask for {wanted}; `plan --memory` finds what fits beside the rest",
     )
 
 
