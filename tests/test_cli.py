@@ -228,7 +228,7 @@ def test_an_error_has_its_code_and_a_traceback_only_with_debug(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("aot_lora.cli.plan.read_config", fail)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ from gpus import H200
 from serving import cli
 
 from aot_lora import errors, load_config
+from aot_lora.cli.main import run
 from aot_lora.plan import TargetSpec, Variant
 from aot_lora.plan.memory import Measured, add_up, cache_bytes, largest_variants
 from aot_lora.targets.hbm import hbm_bytes
 from aot_lora.warmup import memory as fitting
-from aot_lora.warmup.memory import MemoryReport, memory_report, refuse_what_does_not_fit
+from aot_lora.warmup.fewer import refuse_what_does_not_fit
+from aot_lora.warmup.memory import MemoryReport, memory_report
 
 MIB = 2**20
 GIB = 2**30
+BLOCKS = 17  # of the banks of the tiny decoder
 V6E = 'target: {platform: tpu, topology: "v6e:1x1"}'
 
 
@@ -108,26 +112,32 @@ def test_a_plan_without_a_decoder_shows_its_programs(
 
 
 class Device:
-    """A device of so many bytes, and a compiler that needs temporaries for each 128 tokens."""
+    """A device of so many bytes, and a compiler that needs temporaries for each 128 tokens.
+
+    `held`: weights, and the banks as the tests' config has them.
+    """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, size: int, *, held: int, step: int, silent: bool
     ) -> None:
         self.size, self.held, self.step, self.silent = size, held, step, silent
         self.lengths: list[int] = []
-        monkeypatch.setattr(fitting, "_measure", self._measure)
+        self.blocks: list[int] = []
+        monkeypatch.setattr(fitting, "measure_all", self._measure)
         monkeypatch.setattr(fitting, "hbm_bytes", lambda _: size)
 
     def needs(self, plan: Any, length: int) -> int:
         """All bytes at a length."""
-        return self.held + cache_bytes(plan, length=length) + self.step * length // 128
+        banks = plan.bank_bytes - plan.bank_bytes // plan.bank_blocks * BLOCKS
+        return self.held + banks + cache_bytes(plan, length=length) + self.step * length // 128
 
     def _measure(self, config: Any, target: Any, variants: Any) -> list[Measured]:
         plan = config.plan
         length = plan.cache.length
         self.lengths.append(length)
+        self.blocks.append(plan.bank_blocks)
         cache = cache_bytes(plan, length=length)
-        held = self.held - plan.bank_bytes
+        held = self.held - plan.bank_bytes // plan.bank_blocks * BLOCKS
         if not self.silent and self.needs(plan, length) > self.size:
             return [figures(weights=held, cache=cache, refused="Ran out of memory")]
         return [figures(weights=held, cache=cache, temporaries=self.step * length // 128)]
@@ -160,7 +170,7 @@ def test_where_nothing_fits_the_length_is_zero(
     report = memory_report(config, TargetSpec("tpu", "v6e:1x1"))
 
     assert (report.length, report.at_length, report.fits) == (0, None, False)
-    with pytest.raises(errors.PlanError, match="hold fewer adapters"):
+    with pytest.raises(errors.PlanError, match="nothing fits: weights, the banks of one adapter"):
         refuse_what_does_not_fit(config, report)
 
 
@@ -183,7 +193,87 @@ def test_more_than_the_share_is_refused_with_what_fits(
     text = str(caught.value)
     assert caught.value.exit_code == errors.EXIT_USAGE
     assert "limits.hbm_fraction 0.5: 50% of 0.02 GiB" in text
-    assert "kv_cache.length 5120 fits; so should kv_cache.sequences 3 of length 6400" in text
+    assert text.partition("next: ")[2].splitlines() == [
+        "`kv_cache: {sequences: 4, length: 5120}` fits; "
+        "so should `kv_cache: {sequences: 3, length: 6400}`",
+        "    or `limits: {hbm_fraction: 0.58}` allows it",
+    ]
+
+
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: str, *, silent: bool, **texts: str
+) -> tuple[list[str], Device, Any]:
+    """The changes named for 16 MiB, 3 of them held with banks of 17 blocks."""
+    path = decoder(tmp_path, **texts)
+    path.write_text(path.read_text().replace("  max_adapters: 4\n", lora))
+    config = load_config(path)
+    device = Device(monkeypatch, 16 * MIB, held=3 * MIB, step=5_000, silent=silent)
+    report = memory_report(config, TargetSpec("tpu", "v6e:1x1"))
+    with pytest.raises(errors.PlanError) as caught:
+        refuse_what_does_not_fit(config, report)
+    return str(caught.value.next_step).split("\n    or "), device, config.plan
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["the compiler refuses", "it does not"])
+@pytest.mark.parametrize("written", [False, True], ids=["max_adapters", "resident_lanes"])
+def test_the_most_resident_lanes_that_fit_are_found(
+    written: bool, silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = "  max_adapters: 500\n" + "  resident_lanes: 8000\n" * written
+    (change,), device, plan = refused(tmp_path, monkeypatch, lora, silent=silent)
+    fits = [
+        blocks
+        for blocks in range(1, 2001)
+        if device.needs(replace(plan, bank_blocks=blocks), 48) <= 16 * MIB
+    ]
+
+    assert fits[-1] in device.blocks
+    if written:
+        assert change == f"`resident_lanes: {4 * (fits[-1] - 1)}` in lora fits"
+    else:
+        assert change == f"`max_adapters: {(fits[-1] - 1) // 4}` in lora fits"
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["the compiler refuses", "it does not"])
+def test_where_neither_alone_is_enough_both_are_lowered(
+    silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = "{sequences: 4, length: 64000}"
+    (change,), device, plan = refused(
+        tmp_path, monkeypatch, "  max_adapters: 500\n", silent=silent, kv_cache=cache
+    )
+    few = replace(plan, bank_blocks=1 + 3 * 4)
+    longest = max(n for n in range(128, 64000, 128) if device.needs(few, n) <= 16 * MIB)
+
+    assert change == (
+        "`resident_lanes: 48` in lora and "
+        f"`kv_cache: {{sequences: 4, length: {longest}}}` fit together"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lora", "length", "said"),
+    [
+        # (31.24 GiB - 49,152 of cache) / 16,912 a block of 4 lanes, less the block of zeros
+        (9_000_000, 48, "lora.resident_lanes of at most 7933684"),
+        # (31.24 GiB - 5 blocks) / 1,024 a token
+        (16, 99_999_999, "a kv_cache.length of at most 32757431"),
+        (9_000_000, 99_999_999, "fewer resident lanes and a shorter cache"),
+    ],
+)
+def test_banks_and_a_cache_that_can_never_fit_are_refused_without_a_compile(
+    lora: int, length: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = f"{{sequences: 4, length: {length}}}"
+    path = decoder(tmp_path, kv_cache=cache, target=V6E.partition(": ")[2])
+    lanes = f"  max_adapters: 4\n  resident_lanes: {lora}\n"
+    path.write_text(path.read_text().replace("  max_adapters: 4\n", lanes))
+
+    assert run(["plan", str(path)]) == errors.EXIT_USAGE
+    captured = capsys.readouterr()
+    assert "estimate of a cold warmup" in captured.out  # what is known is said first
+    assert "the banks and the cache alone need more memory" in captured.err
+    assert f"next: ask for {said}; `plan --memory` finds what fits" in captured.err
 
 
 def test_a_fraction_above_one_is_refused(tmp_path: Path) -> None:

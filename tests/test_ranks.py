@@ -283,7 +283,7 @@ def test_json_is_one_object_on_one_line(
     [
         ([], "nothing to fit to"),
         (["trace.csv", "--ranks", "x"], "TRAFFIC beside --ranks"),
-        (["--ranks", "x", "--slots", "2", "--write"], "--slots, --write beside --ranks"),
+        (["--ranks", "x", "--slots", "2", "--small"], "--slots, --small beside --ranks"),
         (["--ranks", "x", "--step-ms", "6"], "--step-ms beside --ranks"),
     ],
 )

@@ -48,6 +48,14 @@ def test_decodes_come_first_and_prompts_share_what_is_left_in_order() -> None:
     assert each(found) == [8, 8, 3, 1, 1]
 
 
+def test_a_prefill_chunk_is_the_most_prompt_tokens_of_a_step() -> None:
+    # a 4, then b 3 of 9 beside a, b 4, b's last 2 and both of c; decodes are not counted.
+    found = simulate(traffic((4, 4, 0), (9, 1, 0.5), (2, 1, 0.5)), server(prefill_chunk=4))
+
+    assert each(found) == [4, 5, 5, 4]
+    assert each(simulate(traffic((9, 2, 0)), server(prefill_chunk=4))) == [4, 4, 1, 1]
+
+
 def test_no_more_sequences_run_than_allowed() -> None:
     found = simulate(traffic((1, 2, 0), (1, 2, 0), (1, 2, 0)), server(sequences=2))
 
@@ -92,17 +100,24 @@ def test_every_token_is_computed_once_and_no_step_is_above_the_budget(
     assert 1 <= min(each(found)) <= max(each(found)) <= budget
 
 
-@given(requests=REQUESTS, budget=st.integers(3, 20), seconds=st.sampled_from([1.0, 0.25, 2.5]))
+@given(
+    requests=REQUESTS,
+    budget=st.integers(3, 20),
+    seconds=st.sampled_from([1.0, 0.25, 2.5]),
+    chunk=st.sampled_from([None, 1, 4, 7, 30]),
+)
 def test_runs_of_steps_are_those_of_a_server_that_takes_one_at_a_time(
-    requests: list[tuple[int, int, int]], budget: int, seconds: float
+    requests: list[tuple[int, int, int]], budget: int, seconds: float, chunk: int | None
 ) -> None:
     asked = sorted(requests, key=lambda request: request[2])
-    found = simulate(traffic(*asked), server(budget=budget, sequences=3, step_seconds=seconds))
+    one = server(budget=budget, sequences=3, step_seconds=seconds, prefill_chunk=chunk)
 
-    assert each(found) == slow(asked, budget, 3, seconds)
+    assert each(simulate(traffic(*asked), one)) == slow(asked, budget, 3, seconds, chunk)
 
 
-def slow(asked: list[Any], budget: int, sequences: int, seconds: float) -> list[int]:
+def slow(
+    asked: list[Any], budget: int, sequences: int, seconds: float, chunk: int | None
+) -> list[int]:
     """vLLM's loop as written there: `running` in order, then `waiting`, one step at a time."""
     waiting = [[prompt, output, arrival] for prompt, output, arrival in asked]
     running: list[list[Any]] = []
@@ -111,15 +126,18 @@ def slow(asked: list[Any], budget: int, sequences: int, seconds: float) -> list[
         if not running:
             now = max(now, waiting[0][2])
         left, done = budget, []
+        prompts = budget if chunk is None else chunk  # tokens of prompts that are left
         for request in running:
-            tokens = min(request[0] or 1, left)
+            tokens = min(request[0] or 1, left, prompts if request[0] else 1)
             left -= tokens
+            prompts -= tokens if request[0] else 0
             done.append((request, tokens))
-        while waiting and waiting[0][2] <= now and left and len(running) < sequences:
+        while waiting and waiting[0][2] <= now and left and prompts and len(running) < sequences:
             request = waiting.pop(0)
             running.append(request)
-            tokens = min(request[0], left)
+            tokens = min(request[0], left, prompts)
             left -= tokens
+            prompts -= tokens
             done.append((request, tokens))
         for request, tokens in done:
             if request[0]:

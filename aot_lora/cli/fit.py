@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import click
 from click.core import ParameterSource
 
+from aot_lora.cli.grids import Task, fit_under_limits
 from aot_lora.cli.lints import note_late
-from aot_lora.cli.options import FORMATS, emit, note, read_config, table
+from aot_lora.cli.options import FORMATS, byte_count, emit, note, read_config, table
 from aot_lora.cli.ranks import fit_ranks
-from aot_lora.config import Config, load_config
-from aot_lora.config.edit import with_token_buckets
+from aot_lora.cli.writing import refuse_preset, write
+from aot_lora.config import Config
 from aot_lora.config.traffic import read_traffic
-from aot_lora.errors import AotLoraError, ConfigError
-from aot_lora.plan.chips import roofline
+from aot_lora.errors import ConfigError
+from aot_lora.plan.budget import Limits
+from aot_lora.plan.chips import roofline, work
 from aot_lora.plan.compare import Lengths, Of, Policy, compare, lengths_of
 from aot_lora.plan.fit import padded_tokens
+from aot_lora.plan.mix import LaneCost
 from aot_lora.plan.simulate import Server, Steps
 
 _BUDGET = 2048  # without a config, as the `budget` of the presets
 _COUNT, _MULTIPLE = 10, 16  # of token buckets
 _RANK_COUNT, _RANK_MULTIPLE = 4, 8  # of rank bins, as the presets' smallest rank
-_WITH_RANKS = {"ranks", "count", "multiple", "config", "form", "debug"}
+_WITH_RANKS = {"ranks", "count", "multiple", "config", "keep", "form", "debug"}
+_COSTS = ("tokens", "work", "roofline")
 
 
 @click.command()
@@ -46,10 +50,17 @@ _WITH_RANKS = {"ranks", "count", "multiple", "config", "form", "debug"}
 @click.option("--token-us", default=1e6 * Server(budget=1).token_seconds, show_default=True,
               help="Time of each token of a step.")  # fmt: skip
 @click.option("--slots", type=int, metavar="COUNT", help="Fit so many slots buckets as well.")
-@click.option("--cost", type=click.Choice(("tokens", "roofline")), default="tokens",
-              show_default=True, help="Make padded tokens small, or CONFIG's seconds.")  # fmt: skip
+@click.option("--limit-variants", type=click.IntRange(1), metavar="COUNT",
+              help="Fit tokens, slots and ranks together, to so many executables.")  # fmt: skip
+@click.option("--limit-seconds", type=float, metavar="SECONDS",
+              help="The same, to so long a warmup on this host, as estimated.")  # fmt: skip
+@click.option("--limit-bytes", type=byte_count, metavar="SIZE",
+              help="The same, to so much in the store, such as 64MiB.")  # fmt: skip
+@click.option("--cost", type=click.Choice(_COSTS),
+              help="Make padded tokens small, or CONFIG's multiply-adds, adapters included, or its "
+              "seconds. [default: tokens; under a limit work]")  # fmt: skip
 @click.option("--config", metavar="CONFIG", help="Compare with the buckets of this config.")
-@click.option("--write", is_flag=True, help="Write the tokens buckets into CONFIG.")
+@click.option("--write", "keep", is_flag=True, help="Write the buckets into CONFIG.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="human")
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors.")
 @click.pass_context
@@ -66,9 +77,12 @@ def command(
     step_ms: float,
     token_us: float,
     slots: int | None,
-    cost: str,
+    limit_variants: int | None,
+    limit_seconds: float | None,
+    limit_bytes: int | None,
+    cost: str | None,
     config: str | None,
-    write: bool,
+    keep: bool,
     form: str,
     debug: bool,
 ) -> None:
@@ -78,16 +92,28 @@ def command(
     Adapter) or JSON lines (time, prompt_tokens, output_tokens, adapter).
 
     With --ranks PATH instead: the rank bins and the lane quantum of the fewest lanes.
+
+    With a --limit-...: the token, slots and (with --ranks PATH) rank buckets that together cost the
+    steps of TRAFFIC the least within it; what the `limits:` of CONFIG allow holds as well.
     """
     del debug
-    if ranks is not None:
+    limits = Limits(variants=limit_variants, seconds=limit_seconds, store_bytes=limit_bytes)
+    if limit_seconds is not None and not 0 < limit_seconds < 1e9:
+        raise ConfigError(
+            "a warmup of no time, or without an end",
+            expected="--limit-seconds above 0",
+            found=f"{limit_seconds:g}",
+        )
+    limited = any(limit is not None for limit in astuple(limits))
+    if ranks is not None and not limited:
         _only_ranks(context)
         fit_ranks(
             ranks,
             count=_RANK_COUNT if count is None else count,
             multiple=_RANK_MULTIPLE if multiple is None else multiple,
-            config=read_config(config, None) if config is not None else None,
+            config=_config_for(config, keep=keep),
             form=form,
+            keep=keep,
         )
         return
     if traffic is None:
@@ -95,9 +121,10 @@ def command(
             "nothing to fit to",
             expected="TRAFFIC, a recorded trace, or --ranks, a folder of adapters or a histogram",
         )
-    count = _COUNT if count is None else count
     multiple = _MULTIPLE if multiple is None else multiple
-    current = _config_for(config, write=write, cost=cost)
+    cost = cost or ("work" if limited else "tokens")
+    option = "--cost " + cost if cost != "tokens" else None
+    current = _config_for(config, keep=keep, needed="a --limit" if limited else option)
     loaded = read_traffic(traffic, timed=of == "steps")
     held = current.written_plan.tokens.buckets if current else None
     most = (held[-1] if held else _BUDGET) if budget is None else budget
@@ -106,6 +133,7 @@ def command(
         sequences=sequences,
         step_seconds=step_ms / 1e3,
         token_seconds=token_us / 1e6,
+        prefill_chunk=current.prefill_chunk if current else None,
     )
     if not (0 < step_ms < 1e9 and 0 <= token_us < 1e9):
         raise ConfigError(
@@ -121,32 +149,56 @@ def command(
         )
         held = None
     clipped = int((loaded.prompts > most).sum()) if of == "prompts" else 0
+    head = {
+        "requests": len(loaded),
+        "steps": steps.count if steps else None,
+        "clipped": clipped,
+        "budget": most,
+    }
+    say = _summary(traffic, len(loaded), server, steps, clipped)
+    of_lanes = _cost(cost, current)
+    if limited:
+        if current is None or steps is None:
+            raise ConfigError(
+                "a --limit for whole prompts", expected="`--of steps`: it is for steps of a server"
+            )
+        task = Task(
+            config=current,
+            steps=steps,
+            limits=limits,
+            budget=most,
+            count=count,
+            multiple=multiple,
+            small=small,
+            slots=slots,
+            ranks=ranks,
+            cost=of_lanes,
+        )
+        fit_under_limits(task, head=head, say=say, form=form, keep=keep)
+        note_late(steps, loaded)
+        return
     policies = compare(
         lengths,
-        count=count,
+        count=_COUNT if count is None else count,
         multiple=multiple,
         budget=most,
         small=small,
-        cost=roofline(current.plan, current.targets[0]) if current and cost != "tokens"
-        else padded_tokens,
+        cost=of_lanes(0),
         current=held,
-    )  # fmt: skip
+    )
     slot_policies = _slots(steps, slots, traffic) if slots is not None else ()
     chosen = policies[-1].buckets
     if form == "json":
         emit(
             {
-                "requests": len(loaded),
-                "steps": steps.count if steps else None,
-                "clipped": clipped,
-                "budget": most,
+                **head,
                 "buckets": list(chosen),
                 "slots": _slot_buckets(slot_policies, steps),
                 "policies": [_as_json(policy) for policy in policies],
             }
         )
     else:
-        print(_summary(traffic, len(loaded), server, steps, clipped))
+        print(say)
         _show(policies, "tokens", timed=cost != "tokens")
         if slot_policies:
             _show(slot_policies, "slots")
@@ -154,9 +206,11 @@ def command(
         print(f"tokens: {{budget: {most}, buckets: {list(chosen)}}}")
     if steps:
         note_late(steps, loaded)
-    if write and current:
-        _write(current.path, chosen)
-        note(f"wrote {len(chosen)} token buckets into {current.path}")
+    if keep and current:
+        found = _slot_buckets(slot_policies, steps)
+        # A batch without adapters stays planned, whether or not the trace has one.
+        base = {0} & set(current.written_plan.slots)
+        write(current.path, tokens=chosen, slots=tuple(sorted({*base, *found})) if found else None)
 
 
 def _only_ranks(context: click.Context) -> None:
@@ -170,25 +224,28 @@ def _only_ranks(context: click.Context) -> None:
     if given:
         raise ConfigError(
             f"{', '.join(given)} beside --ranks",
-            expected="only --count, --multiple, --config and --format",
-            next_step="fit the ranks and the traffic one after the other",
+            expected="only --count, --multiple, --config, --write and --format",
+            next_step="fit the ranks and the traffic one after the other, or name a --limit-...",
         )
 
 
-def _config_for(name: str | None, *, write: bool, cost: str) -> Config | None:
-    if name is None:
-        if write or cost != "tokens":
-            option = "--write" if write else "--cost roofline"
-            raise ConfigError(f"{option} needs a config", next_step="name it with --config")
-        return None
-    if write and not Path(name).is_file():
-        raise ConfigError(
-            "--write would change a preset",
-            where=name,
-            expected="a config file of your own",
-            next_step="copy the preset's file and name the copy",
-        )
-    return read_config(name, None)
+def _config_for(name: str | None, *, keep: bool, needed: str | None = None) -> Config | None:
+    if keep:
+        refuse_preset(name)
+    if name is not None:
+        return read_config(name, None, limited=False)  # one above its limits is here to be mended
+    if needed is not None:
+        raise ConfigError(f"{needed} needs a config", next_step="name it with --config")
+    return None
+
+
+def _cost(name: str, config: Config | None) -> LaneCost:
+    if config is None or name == "tokens":
+        return lambda _: padded_tokens
+    plan, target = config.plan, config.targets[0]
+    if name == "work":
+        return work(plan)
+    return lambda lanes: roofline(plan, target, lanes=lanes)
 
 
 def _slots(steps: Steps | None, count: int, traffic: Path) -> tuple[Policy, ...]:
@@ -264,26 +321,3 @@ def _as_json(policy: Policy) -> dict[str, Any]:
             for use in policy.used
         ],
     }
-
-
-def _write(path: Path, buckets: tuple[int, ...]) -> None:
-    path = path.resolve()  # a link stays one
-    text = path.read_bytes().decode("utf-8")
-    after = with_token_buckets(text, str(path), buckets)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        beside.write_bytes(after.encode("utf-8"))
-        beside.chmod(path.stat().st_mode)
-        load_config(beside)
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror}", where=str(path)) from None
-    except AotLoraError as error:
-        raise ConfigError(
-            "not written: with these buckets it is no good config",
-            where=str(path),
-            found=error.problem + (f", expected {error.expected}" if error.expected else ""),
-            next_step="change what does not go with them, or fit others",
-        ) from None
-    finally:
-        beside.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan
 from aot_lora.plan.fit import histogram
 from aot_lora.plan.lints import Lint, TokenUse, lane_lints, slot_lints, token_lints, token_uses
+from aot_lora.plan.mix import Mix, mix_of_steps
 from aot_lora.plan.simulate import Server, Steps, Traffic, simulate
 
 
@@ -32,8 +33,19 @@ class Used:
     uses: tuple[TokenUse, ...]
     lints: tuple[Lint, ...]
 
+    def mix(self, plan: Plan) -> Mix:
+        """Its steps, for a plan's slots and ranks."""
+        return mix_of_steps(self.steps, plan)
 
-def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> Used:
+
+def used_by(
+    plan: Plan,
+    path: Path,
+    *,
+    sequences: int | None,
+    worth: float,
+    prefill_chunk: int | None = None,
+) -> Used:
     """Simulates a server of the plan under a trace.
 
     Args:
@@ -42,6 +54,7 @@ def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> U
       sequences: that run at once; None for those of the plan's cache, else 256, as far as each
         has a token.
       worth: what a bucket has to bring, in points of waste.
+      prefill_chunk: most prompt tokens of a step; None for as many as there is room for.
 
     Raises:
       ConfigError: a bad trace, or a number that makes no sense.
@@ -52,7 +65,11 @@ def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> U
         )
     budget = plan.tokens.buckets[-1]
     most = plan.cache.sequences if plan.cache else Server(budget=1).sequences
-    server = Server(budget=budget, sequences=min(most, budget) if sequences is None else sequences)
+    server = Server(
+        budget=budget,
+        sequences=min(most, budget) if sequences is None else sequences,
+        prefill_chunk=prefill_chunk,
+    )
     traffic = read_traffic(path)
     steps = simulate(traffic, server)
     uses = token_uses(plan, *histogram(steps.tokens, steps.repeats))

@@ -11,6 +11,9 @@ from typing import Any
 import click
 
 from aot_lora.config import Config, load_config
+from aot_lora.config.load import read
+from aot_lora.config.schema import with_unit
+from aot_lora.errors import ConfigError
 
 FORMATS = ("human", "json")
 _NUMBER = re.compile(r"[\d.,]+( \S+)?")  # 12; 3.4 MiB; 25 %
@@ -29,9 +32,24 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def read_config(name: str, store: str | None) -> Config:
-    """Loads a config and says its warnings on stderr."""
-    config = load_config(name, store=store)
+def byte_count(text: str) -> int:
+    """Bytes of an option: ``64MiB``, or an integer.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    try:
+        found = int(text) if text.isdecimal() else with_unit(text)
+    except ValueError as error:
+        raise ConfigError(f"bad size: {error}", found=repr(text)[:60]) from None
+    if not found:
+        raise ConfigError("a size of nothing", expected="at least 1")
+    return int(found)
+
+
+def read_config(name: str, store: str | None, *, limited: bool = True) -> Config:
+    """Loads a config and says its warnings on stderr; unless `limited`, whatever its plan costs."""
+    config = (load_config if limited else read)(name, store=store)
     for warning in config.warnings:
         note(f"warning: {warning}")
     return config

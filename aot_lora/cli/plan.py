@@ -14,9 +14,11 @@ from aot_lora.cli.lints import lint_json, lints_of, show_used, used_by, uses_jso
 from aot_lora.cli.memory import as_json, show
 from aot_lora.cli.options import common, emit, note, read_config, size, table
 from aot_lora.config import Config
+from aot_lora.config.limits import hold_limits
 from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
-from aot_lora.warmup.memory import memory_report, refuse_what_does_not_fit
+from aot_lora.warmup.fewer import refuse_what_cannot_fit, refuse_what_does_not_fit
+from aot_lora.warmup.memory import memory_report
 
 
 @click.command()
@@ -45,7 +47,7 @@ def command(
     if traffic is None and (sequences is not None or worth is not None):
         option = "--worth" if sequences is None else "--sequences"
         raise ConfigError(f"{option} needs a trace", next_step="name it with --traffic")
-    loaded = read_config(config, store)
+    loaded = read_config(config, store, limited=False)
     plan = loaded.plan
     used = None
     if traffic is not None:
@@ -54,7 +56,15 @@ def command(
             traffic,
             sequences=sequences,
             worth=1.0 if worth is None else worth,
+            prefill_chunk=loaded.prefill_chunk,
         )
+    hold_limits(
+        loaded.asked,
+        plan,
+        loaded.targets,
+        seconds=True,
+        mix=used.mix(loaded.written_plan) if used else None,
+    )
     lints = lints_of(loaded.written_plan, used)
     costs = [
         estimate(target=t, variants=len(plan.variants), cores=usable_cores())
@@ -99,8 +109,10 @@ def command(
         if list_variants:
             sys.stdout.writelines(variant.name + "\n" for variant in plan.variants)
     sys.stdout.flush()
+    for target in () if memory else loaded.targets:
+        refuse_what_cannot_fit(loaded, target)
     for report in reports:
-        refuse_what_does_not_fit(loaded, report)
+        refuse_what_does_not_fit(loaded, report, say=note)
 
 
 def _show(config: Config, plan: Plan, waste: tuple[tuple[int, float], ...]) -> None:

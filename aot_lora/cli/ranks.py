@@ -10,12 +10,18 @@ import numpy as np
 from aot_lora.adapters.naming import listed
 from aot_lora.adapters.ranks import RankCounts, read_ranks
 from aot_lora.cli.options import emit, note, table
+from aot_lora.cli.writing import write
 from aot_lora.config import Config
 from aot_lora.plan.ranks import RankPolicy, by_quantum, compare_ranks
 
 
-def fit_ranks(path: Path, *, count: int, multiple: int, config: Config | None, form: str) -> None:
-    """Fits bins to the adapters of a folder or histogram, compares them and prints them."""
+def fit_ranks(
+    path: Path, *, count: int, multiple: int, config: Config | None, form: str, keep: bool
+) -> None:
+    """Fits bins to the adapters of a folder or histogram, compares and prints them.
+
+    With `keep` they and their quantum are written into the config.
+    """
     found = read_ranks(path)
     ranks, counts = np.asarray(found.ranks, np.int64), np.asarray(found.counts, np.int64)
     tried = by_quantum(ranks, counts, count=count, multiple=multiple)
@@ -37,6 +43,8 @@ def fit_ranks(path: Path, *, count: int, multiple: int, config: Config | None, f
         _show(path, found, policies, tried)
     if found.others:
         note(f"no adapter in {len(found.others)} of the subfolders: {listed(found.others)}")
+    if keep and config is not None:
+        write(config.path, ranks=chosen.ranks, quantum=chosen.quantum)
 
 
 def _current(config: Config | None, found: RankCounts) -> tuple[tuple[int, ...], int] | None:

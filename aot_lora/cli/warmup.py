@@ -20,6 +20,7 @@ from rich.progress import (
 
 from aot_lora import errors
 from aot_lora.cli.options import common, emit, note, read_config, size
+from aot_lora.config.limits import hold_limits
 from aot_lora.errors import AotLoraError
 from aot_lora.plan import TargetSpec
 from aot_lora.warmup import Progress, Report, warmup
@@ -88,6 +89,7 @@ def command(config: str, store: str | None, form: str, debug: bool, jobs: int | 
     """Compile every variant of CONFIG that is missing into the store."""
     del debug
     loaded = read_config(config, store)
+    hold_limits(loaded.asked, loaded.plan, loaded.targets, seconds=True)
     bar = _Bar()
     with bar.bar if bar.live else nullcontext():
         report = warmup(loaded, jobs=jobs, progress=bar)

@@ -1,4 +1,4 @@
-"""Changes the tokens axis of a config's text and nothing else: comments and layout stay."""
+"""Changes the axes of a config's text and nothing else: comments and layout stay."""
 
 from __future__ import annotations
 
@@ -10,53 +10,106 @@ import yaml
 from aot_lora.config.yaml_nodes import parse
 from aot_lora.errors import ConfigError
 
+Edit = tuple[int, int, str]
+"""Where a text is replaced, and by what."""
 
-def with_token_buckets(text: str, source: str, buckets: tuple[int, ...]) -> str:
-    """The text of a config with these token buckets written out.
 
-    `budget` becomes the last bucket; `smallest`, which has no meaning beside a list, goes. Comments
-    stay: those inside what is replaced move above its key.
+def with_buckets(
+    text: str,
+    source: str,
+    *,
+    tokens: tuple[int, ...] | None = None,
+    slots: tuple[int, ...] | None = None,
+    ranks: tuple[int, ...] | None = None,
+    quantum: int | None = None,
+) -> str:
+    """The text of a config with these buckets written out; None leaves an axis as it is.
+
+    `budget` becomes the last token bucket; `smallest`, which has no meaning beside a list, goes.
+    A `quantum` that is not there yet comes behind the ranks. Comments stay: those inside what is
+    replaced move above its key.
 
     Args:
       text: the file; source: its name, for errors.
-      buckets: the new ones.
+      tokens, slots, ranks: the new buckets; quantum: of the lanes, if it has to be written.
 
     Raises:
-      ConfigError: the file has no `tokens:` mapping that could be changed in place.
+      ConfigError: the file has no such section that could be changed in place.
     """
-    before = parse(text, source).value
+    wanted: dict[str, Any] = parse(text, source).value
     root = yaml.compose(text, Loader=yaml.SafeLoader)
-    tokens = _value(root, "tokens") if isinstance(root, yaml.MappingNode) else None
-    if not isinstance(tokens, yaml.MappingNode) or _value(tokens, "buckets") is None:
-        raise _cannot(source)
-    listed = f"[{', '.join(map(str, buckets))}]"
-    edits = [_replacement(text, tokens, "buckets", listed)]
-    budget = _value(tokens, "budget")
-    if not isinstance(budget, yaml.ScalarNode) or budget.value != str(buckets[-1]):
-        edits.append(_replacement(text, tokens, "budget", str(buckets[-1])))
-    if _value(tokens, "smallest") is not None:
-        edits.append(_removal(text, tokens, "smallest"))
-    after = text
+    edits: list[Edit] = []
+    if tokens is not None:
+        section = _section(root, "tokens", ("buckets",), source)
+        edits += _token_edits(text, section, tokens)
+        after: dict[str, Any] = {**wanted["tokens"], "budget": tokens[-1], "buckets": list(tokens)}
+        after.pop("smallest", None)
+        wanted = {**wanted, "tokens": after}
+    lora: dict[str, Any] = {}
+    lora |= {} if slots is None else {"slots": list(slots)}
+    lora |= {} if ranks is None else {"ranks": list(ranks)}
+    if lora:
+        section = _section(root, "lora", tuple(lora), source)
+        edits += [_replacement(text, section, name, str(values)) for name, values in lora.items()]
+        if quantum is not None:
+            lora["quantum"] = quantum
+            if _value(section, "quantum") is None:
+                edits[-1] = _with_another(text, section, "ranks", edits[-1], f"quantum: {quantum}")
+            else:
+                edits.append(_replacement(text, section, "quantum", str(quantum)))
+        wanted = {**wanted, "lora": {**wanted["lora"], **lora}}
+    changed = text
     for start, end, new in sorted(edits, reverse=True):
-        after = after[:start] + new + after[end:]
-    section: dict[str, Any] = {**before["tokens"], "budget": buckets[-1], "buckets": list(buckets)}
-    section.pop("smallest", None)
+        changed = changed[:start] + new + changed[end:]
     try:
-        done = parse(after, source).value == {**before, "tokens": section}
+        done = parse(changed, source).value == wanted
     except ConfigError:
         done = False
     if not done:  # anchors, merge keys and the like
-        raise _cannot(source)
-    return after
+        raise _cannot(source, "lora" if tokens is None else "tokens")
+    return changed
 
 
-def _cannot(source: str) -> ConfigError:
+def _cannot(source: str, section: str) -> ConfigError:
+    shapes = {"tokens": "{budget: ..., buckets: ...}", "lora": "{ranks: ..., slots: ..., ...}"}
     return ConfigError(
-        "its `tokens:` cannot be changed in place",
+        f"its `{section}:` cannot be changed in place",
         where=source,
-        expected="`tokens: {budget: ..., buckets: ...}` without anchors and merges",
+        expected=f"`{section}: {shapes[section]}` without anchors and merges",
         next_step="write the buckets into it by hand",
     )
+
+
+def _section(
+    root: yaml.Node | None, name: str, keys: tuple[str, ...], source: str
+) -> yaml.MappingNode:
+    found = _value(root, name) if isinstance(root, yaml.MappingNode) else None
+    if not isinstance(found, yaml.MappingNode) or any(_value(found, key) is None for key in keys):
+        raise _cannot(source, name)
+    return found
+
+
+def _token_edits(text: str, section: yaml.MappingNode, buckets: tuple[int, ...]) -> list[Edit]:
+    edits = [_replacement(text, section, "buckets", str(list(buckets)))]
+    budget = _value(section, "budget")
+    if not isinstance(budget, yaml.ScalarNode) or budget.value != str(buckets[-1]):
+        edits.append(_replacement(text, section, "budget", str(buckets[-1])))
+    if _value(section, "smallest") is not None:
+        edits.append(_removal(text, section, "smallest"))
+    return edits
+
+
+def _with_another(text: str, mapping: yaml.MappingNode, name: str, edit: Edit, line: str) -> Edit:
+    """The edit of a key's value, and a further key behind it."""
+    start, end, new = edit
+    if mapping.flow_style:
+        return start, end, f"{new}, {line}"
+    key = next(key for key, _ in _pairs(mapping) if key.value == name)
+    rest = re.match(r"[^\r\n]*", text[end:])  # a comment behind the value
+    assert rest is not None
+    newline = "\r\n" if "\r\n" in text else "\n"
+    indent = " " * key.start_mark.column
+    return start, end + rest.end(), f"{new}{rest[0]}{newline}{indent}{line}"
 
 
 def _pairs(mapping: yaml.MappingNode) -> list[tuple[yaml.Node, yaml.Node]]:
@@ -76,7 +129,7 @@ def _end(node: yaml.Node) -> int:
     return node.end_mark.index
 
 
-def _replacement(text: str, mapping: yaml.MappingNode, name: str, new: str) -> tuple[int, int, str]:
+def _replacement(text: str, mapping: yaml.MappingNode, name: str, new: str) -> Edit:
     key, value = next(pair for pair in _pairs(mapping) if pair[0].value == name)
     start, end = key.end_mark.index, _end(value)
     colon = text.index(":", start)
@@ -90,7 +143,7 @@ def _replacement(text: str, mapping: yaml.MappingNode, name: str, new: str) -> t
     return line, end, f"{above}{text[line:colon]}: {new}"
 
 
-def _removal(text: str, mapping: yaml.MappingNode, name: str) -> tuple[int, int, str]:
+def _removal(text: str, mapping: yaml.MappingNode, name: str) -> Edit:
     key, value = next(pair for pair in _pairs(mapping) if pair[0].value == name)
     start, end = key.start_mark.index, _end(value)
     if mapping.flow_style:

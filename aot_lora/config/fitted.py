@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aot_lora.config.schema import FitBuckets
+from aot_lora.config.schema import FitBuckets, TokensSection
 from aot_lora.config.traffic import read_traffic
 from aot_lora.errors import ConfigError, PlanError
 from aot_lora.plan.compare import lengths_of
@@ -12,11 +12,13 @@ from aot_lora.plan.fit import fit
 from aot_lora.plan.simulate import Server
 
 
-def fitted_buckets(section: FitBuckets, budget: int, config: Path, where: str) -> tuple[int, ...]:
+def fitted_buckets(
+    section: FitBuckets, tokens: TokensSection, config: Path, where: str
+) -> tuple[int, ...]:
     """The buckets, fitted to the whole trace.
 
     Args:
-      section: what is asked for; budget: the last bucket.
+      section: what is asked for; tokens: the section that it stands in.
       config: the config's file; the trace's path starts at its folder.
       where: the place of the section.
 
@@ -33,7 +35,8 @@ def fitted_buckets(section: FitBuckets, budget: int, config: Path, where: str) -
             next_step="bring it along, or write the buckets out by `aot-lora fit --write`",
         )
     traffic = read_traffic(trace, timed=section.of == "steps")
-    server = Server(budget=budget, sequences=section.sequences)
+    budget = tokens.budget
+    server = Server(budget=budget, sequences=section.sequences, prefill_chunk=tokens.prefill_chunk)
     try:
         lengths, _ = lengths_of(traffic, of=section.of, server=server)
         return fit(

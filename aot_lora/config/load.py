@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aot_lora.config import gpus, presets, schema
+from aot_lora.config.asked import Asked
 from aot_lora.config.decoder import decoder_shape
+from aot_lora.config.limits import hold_limits
 from aot_lora.config.problems import validate
 from aot_lora.config.schema import OnMiss
 from aot_lora.config.yaml_nodes import Document, parse
 from aot_lora.errors import ConfigError
 from aot_lora.plan import (
     HEAD_MODULE,
-    LORA_PROGRAMS,
     Axis,
     DecoderShape,
-    KvCache,
     Module,
     Plan,
     TargetSpec,
-    UserEntry,
-    build_plan,
-    check_limits,
     gaps,
     pow2_buckets,
-    round_up,
     step_buckets,
 )
 
@@ -41,6 +37,7 @@ class Config:
       targets: what to compile for, at least one.
       plan: the variants.
       written_plan: those that the file asks for; `plan` may have buckets that servers missed.
+      asked: the file itself, to plan it with other buckets.
       store_root: the folder of the store.
       user_sources: extra source files of the user's programs, as globs beside the config.
       on_miss: what a server does at a point without an executable.
@@ -48,6 +45,7 @@ class Config:
       host_cache_bytes: of prepared adapters in a server's memory.
       priming: whether a server runs each executable once before it serves.
       hbm_fraction: the share of a device's memory that a plan may need, 0 to 1.
+      prefill_chunk: the most prompt tokens of a step; None for as many as there is room for.
       warnings: findings that do not stop anything, each with its place.
     """
 
@@ -55,6 +53,7 @@ class Config:
     targets: tuple[TargetSpec, ...]
     plan: Plan
     written_plan: Plan
+    asked: Asked = field(repr=False)
     store_root: Path
     user_sources: tuple[str, ...]
     on_miss: OnMiss
@@ -62,6 +61,7 @@ class Config:
     host_cache_bytes: int
     priming: bool
     hbm_fraction: float
+    prefill_chunk: int | None
     warnings: tuple[str, ...]
 
     @property
@@ -83,56 +83,42 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
       store: overrides the store's folder.
 
     Raises:
-      ConfigError: anything wrong with the file; PlanError: the plan breaks a limit.
+      ConfigError: anything wrong with the file; PlanError: the plan breaks a limit other than
+        that of seconds, which is for hosts that compile: see `hold_limits`.
     """
+    config = read(name, store=store)
+    hold_limits(config.asked, config.plan, config.targets)
+    return config
+
+
+def read(name: str | os.PathLike[str], *, store: str | None = None) -> Config:
+    """Like `load_config`, but whatever the plan costs."""
     path = presets.find_config(os.fspath(name))
     document = _read(path)
     file = validate(schema.ConfigFile, document)
     warnings: list[str] = []
     token_buckets = _token_buckets(file.tokens, document, path, warnings)
     modules, layers, decoder = _modules(file, document)
-    cache = file.kv_cache
-    entries = [entry for entry in file.programs if isinstance(entry, schema.ProgramEntry)]
-    quantum = file.lora.lane_quantum
-    full = file.lora.max_adapters * round_up(max(file.lora.ranks), quantum)
-    plan = build_plan(
-        token_buckets=token_buckets,
+    asked = Asked(file=file, document=document, modules=modules, layers=layers, decoder=decoder)
+    plan = asked.plan(
+        tokens=token_buckets,
         slots=_sorted(file.lora.slots, ("lora", "slots"), document, warnings),
         ranks=_sorted(file.lora.ranks, ("lora", "ranks"), document, warnings),
-        modules=modules,
-        tp=file.mesh.tp,
-        layers=layers,
-        dtype=file.lora.dtype,
-        quantum=quantum,
-        max_adapters=file.lora.max_adapters,
-        resident_lanes=round_up(file.lora.resident_lanes or full, quantum),
-        with_lora="lora" in file.programs,
-        user=_user_entries(entries, token_buckets, document),
-        # What nobody asked for is no part of the plan, nor of its digest.
-        decoder=decoder if cache else None,
-        cache=KvCache(sequences=cache.sequences, length=cache.length) if cache else None,
     )
-    targets = _targets(file, document, path)
-    for target in targets:
-        check_limits(
-            plan,
-            target=target,
-            max_variants=file.limits.variants,
-            max_store_bytes=file.limits.store_bytes,
-            place=lambda limit: f"{document.place(('limits', limit))}: limits.{limit}",
-        )
     return Config(
         path=path,
-        targets=targets,
+        targets=_targets(file, document, path),
         plan=plan,
         written_plan=plan,
+        asked=asked,
         store_root=_store_root(path, file.store.root, store),
-        user_sources=tuple(glob for entry in entries for glob in entry.sources),
+        user_sources=tuple(glob for entry in asked.entries for glob in entry.sources),
         on_miss=file.on_miss,
         swap=file.adapters.mode == "swap",
         host_cache_bytes=file.adapters.host_cache,
         priming=file.priming,
         hbm_fraction=file.limits.hbm_fraction,
+        prefill_chunk=file.tokens.prefill_chunk,
         warnings=tuple(warnings),
     )
 
@@ -207,9 +193,7 @@ def _token_buckets(
     if isinstance(tokens.buckets, schema.FitBuckets):
         from aot_lora.config.fitted import fitted_buckets  # numpy, for those who fit
 
-        return fitted_buckets(
-            tokens.buckets, tokens.budget, config, document.place(("tokens", "buckets"))
-        )
+        return fitted_buckets(tokens.buckets, tokens, config, document.place(("tokens", "buckets")))
     if isinstance(tokens.buckets, schema.StepBuckets):
         return step_buckets(step=tokens.buckets.step, budget=tokens.budget)
     if tokens.buckets == "pow2":
@@ -337,39 +321,3 @@ def _model_file(name: str, document: Document) -> tuple[schema.ModelFile, Decode
         return model, None
     decoder_shape(model.decoder, model.extra_modules, found, "extra_modules")
     return model, decoder_shape(model.decoder, model.modules, found, "modules")
-
-
-def _user_entries(
-    entries: list[schema.ProgramEntry], token_buckets: tuple[int, ...], document: Document
-) -> tuple[UserEntry, ...]:
-    names = [entry.program_name for entry in entries]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ConfigError(
-                f"two programs are called `{name}`",
-                where=document.place(("programs",)),
-                next_step="give one of them a `name:`",
-            )
-        if name in LORA_PROGRAMS:
-            raise ConfigError(
-                f"`{name}` is the name of a program of aot-lora",
-                where=document.place(("programs",)),
-                next_step="give yours another `name:`",
-            )
-        most = entries[index].max_tokens
-        if most is not None and most > token_buckets[-1]:
-            raise ConfigError(
-                f"max_tokens {most} of `{name}` is above the token budget",
-                where=document.place(("programs",)),
-                expected=f"at most {token_buckets[-1]}",
-                next_step="lower it, or leave it out: then every token bucket is compiled",
-            )
-    axis = Axis(name="tokens", buckets=token_buckets)
-    return tuple(
-        UserEntry(
-            name=entry.program_name,
-            entry=entry.entry,
-            max_tokens=None if entry.max_tokens is None else axis.bucket(entry.max_tokens),
-        )
-        for entry in entries
-    )

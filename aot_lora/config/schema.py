@@ -21,6 +21,7 @@ from aot_lora.plan import ROW_MODULES
 _MOST = 2**31 - 1  # sizes and positions are int32 on the device
 PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
 NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 TPU_TOPOLOGY = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):[1-9]\d*(x[1-9]\d*){1,2}")
 GPU_TOPOLOGY = re.compile(r"|[A-Za-z0-9][\w-]*|[^\x00]+\.txtpb")
@@ -201,7 +202,8 @@ class ProgramEntry(Strict):
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def _with_unit(value: Any) -> Any:
+def with_unit(value: Any) -> Any:
+    """Bytes written as ``8GiB``, as an integer; anything but text as it is."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"(\d+) ?(KiB|MiB|GiB|TiB)", value)
@@ -210,14 +212,19 @@ def _with_unit(value: Any) -> Any:
     return int(match[1]) * _UNITS[match[2]]
 
 
-Bytes = Annotated[int, BeforeValidator(_with_unit), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(with_unit), Field(ge=1)]
 OnMiss = Literal["error", "pad_up", "background"]
 
 
 class LimitsSection(Strict):
-    """What a plan may cost. `hbm_fraction`: of each device's memory; `plan --memory` holds it."""
+    """What a plan may cost, all targets together.
+
+    `seconds`: of a cold warmup, as estimated for the host; `plan` and `warmup` hold it.
+    `hbm_fraction`: of each device's memory; `plan --memory` holds it.
+    """
 
     variants: PositiveInt = 2000
+    seconds: PositiveFloat | None = None
     store_bytes: Bytes = 8 * 2**30
     hbm_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -241,9 +248,6 @@ class StoreSection(Strict):
 
 Shape = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 Modules = Annotated[dict[str, Shape], Field(min_length=1)]
-
-
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RopeScalingSection(Strict):

@@ -4,7 +4,7 @@ Letters: T tokens, D inputs, O outputs, R rank, S slots, L lanes.
 """
 
 from aot_lora.plan.axes import Axis, gaps, mean_waste, pow2_buckets, step_buckets
-from aot_lora.plan.cost import Estimate, check_limits, estimate, usable_cores
+from aot_lora.plan.cost import Estimate, estimate, usable_cores
 from aot_lora.plan.decoder import (
     COLUMN_MODULES,
     HEAD_MODULE,
@@ -42,7 +42,6 @@ __all__ = [
     "Variant",
     "WideAxis",
     "build_plan",
-    "check_limits",
     "estimate",
     "gaps",
     "mean_waste",

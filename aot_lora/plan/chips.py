@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from aot_lora.errors import PlanError
-from aot_lora.plan.fit import Roofline
+from aot_lora.plan.fit import Cost, Roofline
+from aot_lora.plan.mix import LaneCost
 from aot_lora.plan.plan import DTYPE_BYTES, Plan
 from aot_lora.plan.variants import TargetSpec
 
@@ -18,11 +19,29 @@ PEAKS = {
 }
 
 
-def roofline(plan: Plan, target: TargetSpec) -> Roofline:
+def work(plan: Plan) -> LaneCost:
+    """The multiply-adds of a step over the modules of a plan: those of the base and of the lanes.
+
+    A token of L lanes takes D x O for the base of a module and (D + O) x L for its adapters.
+    """
+    base = sum(module.d * module.o * module.layers for module in plan.modules)
+    lane = sum((module.d + module.o) * module.layers for module in plan.modules)
+
+    def of_lanes(lanes: int) -> Cost:
+        return lambda buckets: buckets * (base + lane * lanes)
+
+    return of_lanes
+
+
+def roofline(plan: Plan, target: TargetSpec, *, lanes: int = 0) -> Roofline:
     """The roofline of a step over the modules of a plan, on one device of its mesh.
 
     Every weight is read once, and the inputs and outputs of each module are moved once a token.
-    Attention, adapters and launches are left out.
+    Attention and launches are left out.
+
+    Args:
+      plan: the plan; target: one of its targets.
+      lanes: of adapters, whose weights are read and multiplied like the base's.
 
     Raises:
       PlanError: no peaks are known for the target.
@@ -35,8 +54,9 @@ def roofline(plan: Plan, target: TargetSpec) -> Roofline:
             next_step="fit to padded tokens instead",
         )
     flops, bandwidth = PEAKS[chip]
-    weights = sum(module.d * module.o * module.layers for module in plan.modules) / plan.tp
     widths = sum((module.d + module.o) * module.layers for module in plan.modules) / plan.tp
+    weights = sum(module.d * module.o * module.layers for module in plan.modules) / plan.tp
+    weights += lanes * widths
     return Roofline(
         flops_per_token=2 * weights,
         bytes_per_step=weights * DTYPE_BYTES[plan.dtype],

@@ -22,7 +22,7 @@ from aot_lora.plan.fit import (
     waste,
 )
 from aot_lora.plan.plan import round_up
-from aot_lora.plan.simulate import Server, Steps, Traffic, simulate
+from aot_lora.plan.simulate import Server, Steps, Traffic, cut_in_halves, simulate
 
 Of = Literal["steps", "prompts"]
 """What is fitted: the tokens of simulated steps, or those of whole prompts."""
@@ -40,15 +40,11 @@ class Lengths:
     repeats: Ints
 
     def halves(self, *, later: bool) -> tuple[Lengths, Lengths]:
-        """Two halves: earlier and later if `later`, else every second run in turn."""
-        if later:
-            passed = np.cumsum(self.repeats)
-            middle = int(np.searchsorted(passed, (passed[-1] + 1) // 2)) + 1
-            middle = min(middle, len(self.values) - 1)
-            cuts = slice(None, middle), slice(middle, None)
-        else:
-            cuts = slice(0, None, 2), slice(1, None, 2)
-        first, second = (Lengths(values=self.values[c], repeats=self.repeats[c]) for c in cuts)
+        """As `cut_in_halves` says."""
+        first, second = (
+            Lengths(values=self.values[cut], repeats=self.repeats[cut])
+            for cut in cut_in_halves(self.repeats, later=later)
+        )
         return first, second
 
     def counted(self) -> tuple[Ints, Ints]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from aot_lora.errors import PlanError
-from aot_lora.plan.plan import Plan
 from aot_lora.plan.variants import TargetSpec
 
 # Core-seconds to trace, lower, compile and write one LoRA variant, start of the workers included,
@@ -49,52 +46,3 @@ def estimate(*, target: TargetSpec, variants: int, cores: int) -> Estimate:
         store_bytes=variant_bytes * variants,
         cores=cores,
     )
-
-
-def check_limits(
-    plan: Plan,
-    *,
-    target: TargetSpec,
-    max_variants: int,
-    max_store_bytes: int,
-    place: Callable[[str], str] = "limits.{}".format,
-) -> None:
-    """Refuses a plan that is larger than its config allows, before any compile.
-
-    Args:
-      plan: the plan; target: what it is compiled for.
-      max_variants, max_store_bytes: the limits.
-      place: where the limit of a name stands.
-
-    Raises:
-      PlanError: too many variants, or too many estimated store bytes.
-    """
-    count = len(plan.variants)
-    if not count:
-        raise PlanError(
-            "the plan has no variants: without slots above 0 no LoRA program runs",
-            where=place("variants"),
-            next_step="list slots above 0, or a program of your own",
-        )
-    cost = estimate(target=target, variants=count, cores=usable_cores())
-    size = (
-        f"{count:,} variants, about {cost.seconds:,.0f} s on {cost.cores} cores "
-        f"and {cost.store_bytes / 2**20:,.0f} MiB"
-    )
-    next_step = "use fewer token, slot or rank buckets, or raise the limit"
-    if count > max_variants:
-        raise PlanError(
-            "the plan has too many variants",
-            where=place("variants"),
-            expected=f"at most {max_variants:,} variants",
-            found=size,
-            next_step=next_step,
-        )
-    if cost.store_bytes > max_store_bytes:
-        raise PlanError(
-            "the plan needs too many bytes in the store",
-            where=place("store_bytes"),
-            expected=f"at most {max_store_bytes / 2**20:,.0f} MiB",
-            found=size,
-            next_step=next_step,
-        )

@@ -154,16 +154,8 @@ def fit(
     Raises:
       PlanError: no such buckets, or more than can be searched; it says what would fit.
     """
-    _check(lengths, counts, count=count, multiple=multiple, budget=budget)
-    rounded = -(-lengths // multiple) * multiple
-    if small:
-        powers = 2 ** np.ceil(np.log2(np.minimum(lengths, multiple))).astype(np.int64)
-        rounded = np.where(lengths < multiple, np.minimum(powers, multiple), rounded)
-    rounded = np.minimum(rounded, budget)
-    sizes, weights = histogram(rounded, counts)
-    sizes, weights = sizes[weights > 0], weights[weights > 0]
-    if sizes[-1] != budget:
-        sizes, weights = np.append(sizes, budget), np.append(weights, 0)
+    check(lengths, counts, count=count, multiple=multiple, budget=budget)
+    sizes, weights = candidates(lengths, counts, multiple=multiple, budget=budget, small=small)
     n = len(sizes)
     if count >= n:
         return tuple(sizes.tolist())
@@ -184,6 +176,26 @@ def fit(
         )
     chosen = _search(weights, costs, count)
     return tuple(sizes[chosen].tolist())
+
+
+def candidates(
+    lengths: Ints, counts: Ints, *, multiple: int, budget: int, small: bool
+) -> tuple[Ints, Ints]:
+    """The only sizes that buckets need to be chosen from, and how many lengths round up to each.
+
+    Args:
+      lengths, counts, multiple, budget, small: as for `fit`.
+    """
+    rounded = -(-lengths // multiple) * multiple
+    if small:
+        powers = 2 ** np.ceil(np.log2(np.minimum(lengths, multiple))).astype(np.int64)
+        rounded = np.where(lengths < multiple, np.minimum(powers, multiple), rounded)
+    rounded = np.minimum(rounded, budget)
+    sizes, weights = histogram(rounded, counts)
+    sizes, weights = sizes[weights > 0], weights[weights > 0]
+    if sizes[-1] != budget:
+        sizes, weights = np.append(sizes, budget), np.append(weights, 0)
+    return sizes, weights
 
 
 def _search(weights: Ints, costs: Floats, count: int) -> list[int]:
@@ -244,7 +256,12 @@ def _chain(x: list[float], y: list[float]) -> list[int]:
     return hull
 
 
-def _check(lengths: Ints, counts: Ints, *, count: int, multiple: int, budget: int) -> None:
+def check(lengths: Ints, counts: Ints, *, count: int, multiple: int, budget: int) -> None:
+    """Refuses what `fit` cannot fit.
+
+    Raises:
+      PlanError: it says what would fit.
+    """
     if count < 1:
         raise PlanError("no buckets were asked for", expected="a count of at least 1")
     if count > _MOST_BUCKETS:

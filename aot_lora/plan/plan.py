@@ -110,6 +110,15 @@ def round_up(value: int, quantum: int) -> int:
     return -(-value // quantum) * quantum
 
 
+def lane_buckets(
+    slots: tuple[int, ...], ranks: tuple[int, ...], quantum: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lanes of batches (none for those without adapters), and lanes of one adapter."""
+    of_one = sorted({round_up(rank, quantum) for rank in ranks})
+    folded = {lanes * count for count in slots for lanes in of_one} - {0}
+    return tuple(sorted(folded)), tuple(of_one)
+
+
 def build_plan(
     *,
     token_buckets: tuple[int, ...],
@@ -132,9 +141,9 @@ def build_plan(
     A point of slots x rank needs that many lanes, so (8, 16), (4, 32) and (2, 64) share their
     executables; modules of one width share theirs.
     """
-    folded = {round_up(rank, quantum) * count for count in slots for rank in ranks} - {0}
-    lanes = Axis(name="lanes", buckets=tuple(sorted(folded))) if folded else None
-    adapter_lanes = Axis(name="lanes", buckets=tuple(sorted({round_up(r, quantum) for r in ranks})))
+    folded, of_one = lane_buckets(slots, ranks, quantum)
+    lanes = Axis(name="lanes", buckets=folded) if folded else None
+    adapter_lanes = Axis(name="lanes", buckets=of_one)
     plan = Plan(
         tokens=Axis(name="tokens", buckets=token_buckets),
         slots=slots,

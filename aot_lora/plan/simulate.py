@@ -61,12 +61,14 @@ class Server:
       step_seconds: what a step takes whatever it holds; token_seconds: and for each token. The
         defaults are near an 8B model in bfloat16 on an H200: 16 GB of weights at 4.8 TB/s and as
         much again for the cache and the launch; 16 GFLOP at half of 989 TFLOP/s.
+      prefill_chunk: most tokens of prompts in a step; None for as many as the budget leaves.
     """
 
     budget: int
     sequences: int = 256
     step_seconds: float = 0.006
     token_seconds: float = 33e-6
+    prefill_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +86,33 @@ class Steps:
     slots: Ints | None
     late_seconds: float
 
+    def halves(self, *, later: bool) -> tuple[Steps, Steps]:
+        """As `cut_in_halves` says."""
+        first, second = (
+            Steps(
+                tokens=self.tokens[cut],
+                repeats=self.repeats[cut],
+                slots=None if self.slots is None else self.slots[cut],
+                late_seconds=self.late_seconds,
+            )
+            for cut in cut_in_halves(self.repeats, later=later)
+        )
+        return first, second
+
     @property
     def count(self) -> int:
         """How many steps."""
         return int(self.repeats.sum())
+
+
+def cut_in_halves(repeats: Ints, *, later: bool) -> tuple[slice, slice]:
+    """Two halves of at least two runs: earlier and later if `later`, else every second in turn."""
+    if not later:
+        return slice(0, None, 2), slice(1, None, 2)
+    passed = np.cumsum(repeats)
+    middle = int(np.searchsorted(passed, (passed[-1] + 1) // 2)) + 1
+    middle = min(middle, len(repeats) - 1)
+    return slice(None, middle), slice(middle, None)
 
 
 def simulate(traffic: Traffic, server: Server) -> Steps:
@@ -129,7 +154,7 @@ def simulate(traffic: Traffic, server: Server) -> Steps:
             if following == total:
                 break
             now = max(now, arrivals[following])
-        room = server.budget - decoding
+        room = before = min(server.budget - decoding, server.prefill_chunk or server.budget)
         held = decoding + (begun >= 0)
         while room > 0:
             if begun < 0:
@@ -148,7 +173,7 @@ def simulate(traffic: Traffic, server: Server) -> Steps:
                 # The step that ends a prompt samples the first token of its output.
                 heapq.heappush(running, (step + max(outputs[begun], 1), adapter))
                 begun = -1
-        tokens = server.budget - room
+        tokens = decoding + before - room
         seconds = server.step_seconds + tokens * server.token_seconds
         repeats = 1
         if tokens == decoding and begun < 0:

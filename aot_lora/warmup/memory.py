@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from aot_lora.config import Config
-from aot_lora.errors import AotLoraError, PlanError
+from aot_lora.errors import AotLoraError
 from aot_lora.plan import KvCache, TargetSpec, Variant, usable_cores
 from aot_lora.plan.memory import Measured, Memory, add_up, cache_bytes, largest_variants
 from aot_lora.targets.hbm import hbm_bytes
@@ -64,7 +64,7 @@ def memory_report(
       UnsupportedError: this host cannot compile for the target.
     """
     say(f"{target}: compiling the largest step of each program")
-    measured = _measure(config, target, largest_variants(config.plan))
+    measured = measure_all(config, target, largest_variants(config.plan))
     memory = add_up(config.plan, measured)
     device = hbm_bytes(target) or max((one.device for one in measured), default=0)
     allowed = int(device * config.hbm_fraction)
@@ -74,7 +74,8 @@ def memory_report(
     return _with_length(report, config, measured, say)
 
 
-def _measure(config: Config, target: TargetSpec, variants: Sequence[Variant]) -> list[Measured]:
+def measure_all(config: Config, target: TargetSpec, variants: Sequence[Variant]) -> list[Measured]:
+    """What variants of a config's plan need of a target, in worker processes."""
     job = Job(config=config, target=target, parts={})
     workers = min(usable_cores(), len(variants))
     found: list[Measured] = []
@@ -85,48 +86,91 @@ def _measure(config: Config, target: TargetSpec, variants: Sequence[Variant]) ->
     return sorted(found, key=lambda one: variants.index(one.variant))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """Something of which a device holds as much as fits.
+
+    Args:
+      growth: bytes that one unit of it takes by itself.
+      least: the fewest units that make sense; most: units that are known not to fit.
+      held: bytes of all units, of what was measured.
+      measure: what a plan with so many units needs.
+    """
+
+    growth: int
+    least: int = 1
+    most: int
+    held: Callable[[Memory], int]
+    measure: Callable[[int], Memory]
+
+
+def largest(
+    report: MemoryReport, knob: Knob, at: float, memory: Memory
+) -> tuple[int, Memory | None, bool]:
+    """Searches between units that fit (`low`) and units that do not (`high`).
+
+    Args:
+      report: for what is allowed.
+      knob: what is turned; at, memory: how far it is now, and what was measured there.
+
+    Returns:
+      The most units that fit by compiling (one less than `least` where none do), what they need,
+      and whether one more is known not to.
+    """
+    low, high = knob.least - 1, knob.most
+    best: Memory | None = None
+    for round_ in range(_ROUNDS + 1):
+        fits = not memory.refused and memory.total <= report.allowed
+        if fits and at >= max(low, knob.least):
+            low, best = int(at), memory
+        elif not fits:
+            high = min(high, -int(-at // 1))
+        # One more would fit only if temporaries shrank: by itself it is larger than what is left
+        full = fits and low == at and report.allowed - memory.total < knob.growth
+        if full or high - low <= 1 or round_ == _ROUNDS:
+            break
+        refused_again = round_ > 0 and memory.refused
+        guess = (low + high) // 2 if refused_again else _guess(report, knob, at, memory)
+        at = max(low + 1, min(high - 1, guess))
+        memory = knob.measure(at)
+    full = best is not None and report.allowed - best.total < knob.growth
+    return low, best, high - low <= 1 or full
+
+
+def _guess(report: MemoryReport, knob: Knob, at: float, memory: Memory) -> int:
+    """The units that would just fit if temporaries and padding grew with them."""
+    grown = memory.temporaries + memory.others  # a device pads a cache of narrow heads
+    held = memory.total - knob.held(memory) - grown
+    if memory.refused:  # Then both are unknown.
+        return int((report.allowed - held) * 0.95 / knob.growth)
+    return int((report.allowed - held) / (knob.growth + grown / at))
+
+
 def _with_length(
     report: MemoryReport,
     config: Config,
     measured: Sequence[Measured],
     say: Callable[[str], None],
 ) -> MemoryReport:
-    """Searches between a length that fits (`low`) and one that does not (`high`)."""
     plan = config.plan
     assert plan.cache is not None
     growth = cache_bytes(plan, length=STEP)
-    low, high = 0, report.device // growth + 1  # in steps
-    best: Memory | None = None
     steps = [one.variant for one in measured if one.cache]
     rest = [one for one in measured if not one.cache]
-    memory, at = report.memory, plan.cache.length / STEP
-    for round_ in range(_ROUNDS + 1):
-        fits = not memory.refused and memory.total <= report.allowed
-        if fits and at >= max(low, 1):
-            low, best = int(at), memory
-        elif not fits:
-            high = min(high, -int(-at // 1))
-        # One more would fit only if temporaries shrank: the cache alone is larger than what is left
-        full = fits and low == at and report.allowed - memory.total < growth
-        if full or high - low <= 1 or round_ == _ROUNDS:
-            break
-        refused_again = round_ > 0 and memory.refused
-        guess = (low + high) // 2 if refused_again else _guess(report, memory, at, growth)
-        at = max(low + 1, min(high - 1, guess))
-        say(f"{report.target}: trying kv_cache.length {at * STEP}")
-        longer = _measure(with_length(config, at * STEP), report.target, steps)
-        memory = add_up(plan, [*rest, *longer])
-    exact = high - low <= 1 or (best is not None and report.allowed - best.total < growth)
-    return replace(report, length=low * STEP, at_length=best, exact=exact)
 
+    def measure_at(units: int) -> Memory:
+        say(f"{report.target}: trying kv_cache.length {units * STEP}")
+        longer = with_length(config, units * STEP)
+        return add_up(plan, [*rest, *measure_all(longer, report.target, steps)])
 
-def _guess(report: MemoryReport, memory: Memory, at: float, growth: int) -> int:
-    """The length in steps that would just fit if temporaries and padding grew as the cache does."""
-    grown = memory.temporaries + memory.others  # a device pads a cache of narrow heads
-    held = memory.total - memory.cache - grown
-    if memory.refused:  # Then both are unknown.
-        return int((report.allowed - held) * 0.95 / growth)
-    return int((report.allowed - held) / (growth + grown / at))
+    knob = Knob(
+        growth=growth,
+        most=report.device // growth + 1,
+        held=lambda memory: memory.cache,
+        measure=measure_at,
+    )
+    length, best, exact = largest(report, knob, plan.cache.length / STEP, report.memory)
+    return replace(report, length=length * STEP, at_length=best, exact=exact)
 
 
 def with_length(config: Config, length: int) -> Config:
@@ -135,38 +179,3 @@ def with_length(config: Config, length: int) -> Config:
     assert plan.cache is not None
     cache = KvCache(sequences=plan.cache.sequences, length=length)
     return replace(config, plan=replace(plan, cache=cache))
-
-
-def refuse_what_does_not_fit(config: Config, report: MemoryReport) -> None:
-    """Raises where a plan needs more than the config's share of a device.
-
-    Raises:
-      PlanError: with the figures, and the cheapest change that fits.
-    """
-    if report.fits:
-        return
-    memory, gib = report.memory, 2**30
-    found = memory.refused or f"{memory.total / gib:.2f} GiB, {memory.total / report.device:.0%}"
-    share = f"{config.hbm_fraction:.0%} of {report.device / gib:.2f} GiB"
-    raise PlanError(
-        "the plan needs more memory than a device may give it",
-        where=f"{config.path}: {report.target}",
-        expected=f"at most {report.allowed / gib:.2f} GiB on each device, "
-        f"limits.hbm_fraction {config.hbm_fraction:g}: {share}",
-        found=found,
-        next_step=_cheapest(config, report),
-    )
-
-
-def _cheapest(config: Config, report: MemoryReport) -> str:
-    cache, best = config.plan.cache, report.at_length
-    if cache is None or best is None:
-        return "hold fewer adapters (lora.resident_lanes), or use more or larger devices"
-    room = report.allowed - best.total + best.cache
-    sequences = room // cache_bytes(
-        replace(config.plan, cache=replace(cache, sequences=1)), length=cache.length
-    )
-    text = f"kv_cache.length {report.length} fits"
-    if 0 < sequences < cache.sequences:
-        text += f"; so should kv_cache.sequences {sequences} of length {cache.length}"
-    return text

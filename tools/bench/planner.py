@@ -3,6 +3,8 @@
     python tools/bench/planner.py waste --traces DIR
     python tools/bench/planner.py speed
     python tools/bench/planner.py points
+    python tools/bench/planner.py grids --traces DIR
+    python tools/bench/planner.py refusals
 
 `DIR` holds `conv.csv` and `code.csv` of Azure/AzurePublicDataset, "AzureLLMInferenceTrace" of 2023
 (CC BY 4.0; Patel et al., "Splitwise", ISCA 2024), which this repository does not ship.
@@ -21,18 +23,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from lines import child_environment, emit, note
 
+from aot_lora.config import find_config, load_config
+from aot_lora.config.limits import replanner
+from aot_lora.config.load import read
 from aot_lora.config.traffic import read_traffic
+from aot_lora.errors import PlanError
 from aot_lora.plan import Module, build_plan
+from aot_lora.plan.chips import work
 from aot_lora.plan.compare import Lengths, compare, lengths_of
-from aot_lora.plan.fit import fit, waste
-from aot_lora.plan.simulate import Server
+from aot_lora.plan.fit import candidates, fit, waste
+from aot_lora.plan.grids import Search
+from aot_lora.plan.mix import mix_of_steps
+from aot_lora.plan.product import Wanted, fit_grid, pow2_grid
+from aot_lora.plan.simulate import Server, simulate
 
 _CLIP, _BUDGET = 8192, 2048
+_PRESET = "tpu-v6e/llama-3.1-8b"
 # As documented for `cudagraph_capture_sizes`, with a `max_cudagraph_capture_size` of 512, its
 # default for 256 sequences. https://docs.vllm.ai/en/latest/api/vllm/config/compilation/
 _VLLM = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -154,6 +166,66 @@ def points(options: argparse.Namespace) -> None:
     emit(case=f"planner/{plan.points}-points", metric="wall time", value=seconds, unit="s")
 
 
+def grids(options: argparse.Namespace) -> None:
+    """All axes of the v6e preset under limits, against powers of two and against tokens alone.
+
+    The traces name no adapters, so each request is given one of 8, the n-th with weight 1 / n.
+    """
+    config = read(_PRESET)
+    plan, replan = config.written_plan, replanner(config.asked, config.written_plan)
+    cost = work(plan)
+    for name in ("conv", "code"):
+        traffic = read_traffic(options.traces / f"{name}.csv")
+        weights = 1 / np.arange(1, 9)
+        drawn = np.random.default_rng(0).choice(8, len(traffic), p=weights / weights.sum())
+        steps = simulate(replace(traffic, adapters=drawn), Server(budget=_BUDGET))
+        for most in (100, 200, 400):
+            wanted = Wanted(
+                plan=plan, most=most, budget=_BUDGET, count=None, multiple=16, small=False,
+                slots=4, ranks=None,
+            )  # fmt: skip
+            search = Search(mix_of_steps(steps, plan), replan, cost, quantum=plan.quantum)
+            sizes, _ = candidates(
+                steps.tokens, steps.repeats, multiple=16, budget=_BUDGET, small=False
+            )
+            now = (plan.slots, plan.ranks)
+            alone = search.best(sizes.tolist(), [now], most=most)
+            start = time.perf_counter()
+            pow2, best = fit_grid(
+                steps, wanted, replan, cost, edges=[], others=[("pow2", pow2_grid(wanted, last=8))]
+            )
+            seconds = time.perf_counter() - start
+            assert len(replan(best.grid).variants) == best.variants <= most
+            case = f"planner/{name}-grid-{most}"
+            least = search.as_is()
+            _line(case, "waste", best.waste, f"pow2, {pow2.variants} variants", pow2.waste)
+            if alone is not None:
+                peer = f"tokens alone, {alone.variants} variants"
+                _line(case, "waste", best.waste, peer, alone.cost / least - 1)
+            _line(case, "waste, held-out half", best.held_out, "on the whole trace", best.waste)
+            _line(case, "waste, later half", best.later, "on the whole trace", best.waste)
+            emit(case=case, metric="fit, with both halves", value=seconds, unit="s")
+
+
+def refusals(options: argparse.Namespace) -> None:
+    """How long a plan above its limit takes to name its changes, as `load_config` does."""
+    del options
+    text = find_config(_PRESET).read_text()
+    for most in (20, 100, 300):
+        with tempfile.TemporaryDirectory(prefix="aot-lora-bench-") as folder:
+            path = Path(folder) / "limited.yaml"
+            path.write_text(f"{text}\nlimits: {{variants: {most}}}\n")
+            said = ""
+            start = time.perf_counter()
+            try:
+                load_config(path)
+            except PlanError as error:
+                said = str(error)
+            seconds = time.perf_counter() - start
+            assert "next: write `" in said
+            emit(case=f"planner/refusal-{most}", metric="wall time", value=seconds, unit="s")
+
+
 def _line(case: str, metric: str, value: float, peer: str, peer_value: float) -> None:
     emit(case=case, metric=metric, value=value, unit="1", peer=peer, peer_value=peer_value)
 
@@ -168,6 +240,10 @@ def main() -> None:
     timed = verbs.add_parser("speed", help=speed.__doc__)
     timed.add_argument("--requests", type=int, default=1_000_000)
     timed.set_defaults(run=speed)
+    limited = verbs.add_parser("grids", help=grids.__doc__)
+    limited.add_argument("--traces", type=Path, required=True)
+    limited.set_defaults(run=grids)
+    verbs.add_parser("refusals", help=refusals.__doc__).set_defaults(run=refusals)
     verbs.add_parser("points", help=points.__doc__).set_defaults(run=points)
     options = parser.parse_args()
     options.run(options)
