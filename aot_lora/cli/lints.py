@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from aot_lora.cli.options import note, table
 from aot_lora.config.traffic import read_traffic
 from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan
+from aot_lora.plan.compare import Of
 from aot_lora.plan.fit import histogram
 from aot_lora.plan.lints import Lint, TokenUse, lane_lints, slot_lints, token_lints, token_uses
 from aot_lora.plan.simulate import Server, Steps, Traffic, simulate
@@ -21,19 +24,23 @@ class Used:
 
     Args:
       path: the trace; requests: in it.
-      server: that was simulated; steps: that it made.
+      of: what lands in the buckets: simulated ``steps``, or whole ``prompts``.
+      server: that was simulated; steps: that it made, or one of each prompt.
       uses: of each token bucket; lints: what follows.
     """
 
     path: Path
     requests: int
+    of: Of
     server: Server
     steps: Steps
     uses: tuple[TokenUse, ...]
     lints: tuple[Lint, ...]
 
 
-def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> Used:
+def used_by(
+    plan: Plan, path: Path, *, sequences: int | None, worth: float, of: Of = "steps"
+) -> Used:
     """Simulates a server of the plan under a trace.
 
     Args:
@@ -42,6 +49,7 @@ def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> U
       sequences: that run at once; None for those of the plan's cache, else 256, as far as each
         has a token.
       worth: what a bucket has to bring, in points of waste.
+      of: ``prompts`` for those of the trace, clipped, instead of simulated steps.
 
     Raises:
       ConfigError: a bad trace, or a number that makes no sense.
@@ -53,13 +61,23 @@ def used_by(plan: Plan, path: Path, *, sequences: int | None, worth: float) -> U
     budget = plan.tokens.buckets[-1]
     most = plan.cache.sequences if plan.cache else Server(budget=1).sequences
     server = Server(budget=budget, sequences=min(most, budget) if sequences is None else sequences)
-    traffic = read_traffic(path)
-    steps = simulate(traffic, server)
+    traffic = read_traffic(path, timed=of == "steps")
+    if of == "steps":
+        steps = simulate(traffic, server)
+    else:
+        clipped = np.minimum(traffic.prompts, budget)
+        steps = Steps(tokens=clipped, repeats=np.ones_like(clipped), slots=None, late_seconds=0.0)
     uses = token_uses(plan, *histogram(steps.tokens, steps.repeats))
     lints = (*token_lints(uses, least=worth / 100), *slot_lints(plan, steps.slots))
     note_late(steps, traffic)
     return Used(
-        path=path, requests=len(traffic), server=server, steps=steps, uses=uses, lints=lints
+        path=path,
+        requests=len(traffic),
+        of=of,
+        server=server,
+        steps=steps,
+        uses=uses,
+        lints=lints,
     )
 
 

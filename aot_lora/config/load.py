@@ -12,7 +12,7 @@ from aot_lora.config.decoder import decoder_shape
 from aot_lora.config.problems import validate
 from aot_lora.config.schema import OnMiss
 from aot_lora.config.yaml_nodes import Document, parse
-from aot_lora.errors import ConfigError
+from aot_lora.errors import ConfigError, PlanError
 from aot_lora.plan import (
     HEAD_MODULE,
     LORA_PROGRAMS,
@@ -48,6 +48,8 @@ class Config:
       host_cache_bytes: of prepared adapters in a server's memory.
       priming: whether a server runs each executable once before it serves.
       hbm_fraction: the share of a device's memory that a plan may need, 0 to 1.
+      fitted_to: how the token buckets were fitted to a trace, if they were.
+      refused: the limits that it breaks, where it was read in spite of them.
       warnings: findings that do not stop anything, each with its place.
     """
 
@@ -62,6 +64,8 @@ class Config:
     host_cache_bytes: int
     priming: bool
     hbm_fraction: float
+    fitted_to: schema.FitBuckets | None
+    refused: tuple[PlanError, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -75,12 +79,15 @@ class Config:
         return gpus.autotune_path(self.path)
 
 
-def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Config:
+def load_config(
+    name: str | os.PathLike[str], *, store: str | None = None, limited: bool = True
+) -> Config:
     """Reads and checks a config file or preset.
 
     Args:
       name: a path, or a preset such as ``cpu/quickstart``.
       store: overrides the store's folder.
+      limited: whether a plan over its limits is refused, instead of noted in `Config.refused`.
 
     Raises:
       ConfigError: anything wrong with the file; PlanError: the plan breaks a limit.
@@ -92,6 +99,7 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
     token_buckets = _token_buckets(file.tokens, document, path, warnings)
     modules, layers, decoder = _modules(file, document)
     cache = file.kv_cache
+    fitted = file.tokens.buckets
     entries = [entry for entry in file.programs if isinstance(entry, schema.ProgramEntry)]
     quantum = file.lora.lane_quantum
     full = file.lora.max_adapters * round_up(max(file.lora.ranks), quantum)
@@ -113,14 +121,20 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         cache=KvCache(sequences=cache.sequences, length=cache.length) if cache else None,
     )
     targets = _targets(file, document, path)
+    refused: list[PlanError] = []
     for target in targets:
-        check_limits(
-            plan,
-            target=target,
-            max_variants=file.limits.variants,
-            max_store_bytes=file.limits.store_bytes,
-            place=lambda limit: f"{document.place(('limits', limit))}: limits.{limit}",
-        )
+        try:
+            check_limits(
+                plan,
+                target=target,
+                max_variants=file.limits.variants,
+                max_store_bytes=file.limits.store_bytes,
+                place=lambda limit: f"{document.place(('limits', limit))}: limits.{limit}",
+            )
+        except PlanError as error:
+            if limited:
+                raise
+            refused.append(error)
     return Config(
         path=path,
         targets=targets,
@@ -133,6 +147,8 @@ def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Co
         host_cache_bytes=file.adapters.host_cache,
         priming=file.priming,
         hbm_fraction=file.limits.hbm_fraction,
+        fitted_to=fitted if isinstance(fitted, schema.FitBuckets) else None,
+        refused=tuple(refused),
         warnings=tuple(warnings),
     )
 
