@@ -233,13 +233,14 @@ def test_memory_that_does_not_fit_is_refused_on_the_page_too(
 ) -> None:
     config = write_config()
     variant = load_config(config).plan.variants[0]
-    figures = [Measured(variant=variant, weights=2**30, banks=0, cache=0, temporaries=7)]
+    figures = [Measured(variant=variant, weights=0, banks=2**30, cache=0, temporaries=7)]
     monkeypatch.setattr("aot_lora.warmup.memory._measure", lambda *_: figures)
     monkeypatch.setattr("aot_lora.warmup.memory.hbm_bytes", lambda _: 2**29)
     tree = reported(config, tmp_path, "--memory", code=EXIT_USAGE)
 
     assert "the plan needs more memory than a device may give it" in text(tree)
     assert "more than is allowed." in text(tree)
+    assert "The model's weights are not in it" in text(tree)
     assert facts(tree)["Device memory"] == sum(v[0] for _, v in _budget(tree)[:-1])
 
 

@@ -5,7 +5,7 @@ Skipped, and said so, where there is no Chromium or the extra `browser` is not i
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,24 @@ def test_it_draws_and_nothing_is_wrong_with_it(
     assert (back == "rgb(255, 255, 255)") == (scheme == "light")
     picture = opened.page.screenshot(path=tmp_path / f"{scheme}-{width}.png", full_page=True)
     assert len(picture) > 50_000  # a page in one colour has a tenth of it
+
+
+def test_a_bare_page_has_no_fault_either(
+    browser: Any, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    targets = '[{platform: cpu}, {platform: tpu, topology: "v6e:1x1"}]'
+    config = load_config(
+        write_config(target=targets, limits="{variants: 3}", programs='[lora, {entry: "a:b"}]'),
+        limited=False,
+    )
+    html = tmp_path / "bare.html"
+    html.write_text(render(gather(config, traffic=None, sequences=None, measured=())))
+    opened = Opened(browser, html)
+    opened("document.querySelectorAll('details').forEach(e => e.open = true)")
+    found = axe.Axe().run(opened.page)
+
+    assert found.violations_count == 0, found.generate_report()
+    assert opened.said == []
 
 
 def test_a_page_with_a_fault_would_be_seen(browser: Any, html: Path) -> None:

@@ -81,14 +81,14 @@ class Grid:
 
     Args:
       columns, rows: neighbours put together where there are too many.
-      total: of the target; files: how many executables the compiled variants share.
+      total: of the target; artifacts: how many files the compiled variants share.
       listed: whether `Row.lines` has them all.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     total: Cell
-    files: int
+    artifacts: int
     listed: bool
 
 
@@ -125,7 +125,7 @@ def grid(plan: Plan, target: TargetFacts) -> Grid:
         columns=tuple(_column(plan, part) for part in columns),
         rows=tuple(rows),
         total=_cell(plan.variants, held),
-        files=len(shared),
+        artifacts=len(shared),
         listed=listed,
     )
 
@@ -159,7 +159,7 @@ def label_of(values: Sequence[int]) -> str:
 
 def _column(plan: Plan, lanes: tuple[int, ...]) -> Column:
     pairs = [
-        f"{slots} x {rank}"
+        f"{slots}\N{NO-BREAK SPACE}x\N{NO-BREAK SPACE}{rank}"
         for slots, of_ranks in matrix(plan)
         for rank, count in zip(plan.ranks, of_ranks, strict=True)
         if count in lanes and count

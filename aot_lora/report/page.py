@@ -58,7 +58,7 @@ def render(facts: PlanFacts) -> str:
         targets=targets,
         pictures=[picture(traffic, width=width) for width in (_WIDE, _NARROW)] if traffic else [],
         executables=Counter(variant.tokens for variant in plan.variants),
-        shapes=len({(v.tokens, v.lanes) for v in plan.variants if v.tokens}),
+        pairs=len({(v.tokens, v.lanes) for v in plan.variants if v.tokens}),
         matrix=matrix(plan),
         compiled=None if None in held else sum(count or 0 for count in held),
         style=Markup(style),  # a file of this package
