@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from xml.etree.ElementTree import Element
 
 import html5lib
+
+from aot_lora import load_config
+from aot_lora.cli.gather import gather
+from aot_lora.cli.main import run
+from aot_lora.errors import EXIT_OK
+from aot_lora.report import PlanFacts
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"{at},{20 + 7 * at % 41},{5 + at % 9}\n" for at in range(40)
+)
+"""Forty requests a second apart, prompts of 20 to 60 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +77,22 @@ def tables(tree: Element) -> Iterator[Table]:
             rows=tuple(tuple(text(cell) for cell in row) for row in rows),
             values=tuple(values(row) for row in rows),
         )
+
+
+def reported(config: Path | str, folder: Path, *options: object, code: int = EXIT_OK) -> Any:
+    """The tree of the page that the command writes."""
+    path = folder / "plan.html"
+    assert run(["report", str(config), "-o", str(path), *map(str, options)]) == code
+    return parsed(path.read_text("utf-8"))
+
+
+def table_of(tree: Any, heads: str) -> Table:
+    """The table whose first two column heads these are."""
+    (found,) = (table for table in tables(tree) if table.heads[0:2] == tuple(heads.split("|")))
+    return found
+
+
+def facts_of(config: Path) -> PlanFacts:
+    """What a report of a config shows, without a trace."""
+    loaded = load_config(config, limited=False)
+    return gather(loaded, traffic=None, sequences=None, measured=())

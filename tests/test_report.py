@@ -1,10 +1,8 @@
-"""`aot-lora report`: what the page says is what `plan` says, and it is a good page."""
+"""`aot-lora report`: what the page says is what `plan` and the store say."""
 
 import json
-import os
 import re
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,45 +10,22 @@ from typing import Any
 
 import pytest
 from decoding import DECODER
-from pages import Table, elements, facts, parsed, tables, text
+from pages import TRACE, elements, facts, facts_of, parsed, reported, table_of, tables, text
 from serving import edit_manifest, store_of
-from syrupy.assertion import SnapshotAssertion
 
 from aot_lora import load_config
-from aot_lora.cli.gather import gather
 from aot_lora.cli.main import run
 from aot_lora.errors import EXIT_OK, EXIT_USAGE
 from aot_lora.plan.memory import Measured
-from aot_lora.report import Finding, Held, PlanFacts, render
+from aot_lora.report import Held, render
 from aot_lora.report.grid import MOST_LINES
-
-HOSTILE = "</title></style><img src=x onerror=alert(1)>\"'&{{ 7 * 7 }}<script>alert(1)</script>"
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Forty requests a second apart, prompts of 20 to 60 tokens."""
     path = tmp_path / "trace.csv"
-    rows = (f"{at},{20 + 7 * at % 41},{5 + at % 9}\n" for at in range(40))
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows))
+    path.write_text(TRACE)
     return path
-
-
-def reported(config: Path | str, folder: Path, *options: object, code: int = EXIT_OK) -> Any:
-    """The tree of the page that the command writes."""
-    path = folder / "plan.html"
-    assert run(["report", str(config), "-o", str(path), *map(str, options)]) == code
-    return parsed(path.read_text("utf-8"))
-
-
-def table_of(tree: Any, heads: str) -> Table:
-    (found,) = (table for table in tables(tree) if table.heads[0:2] == tuple(heads.split("|")))
-    return found
-
-
-def facts_of(config: Path) -> PlanFacts:
-    loaded = load_config(config, limited=False)
-    return gather(loaded, traffic=None, sequences=None, measured=())
 
 
 # --- The numbers are those of `plan` -------------------------------------------------------------
@@ -291,186 +266,3 @@ def test_more_than_can_be_read_is_counted_and_not_listed(
     assert (facts(tree)["Variants"] or 0) > MOST_LINES
     assert not [table for table in tables(tree) if table.heads[0] == "Variant"]
     assert "too many for one page" in text(tree)
-
-
-# --- A good page ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def page(served: Path, trace: Path, tmp_path: Path) -> Any:
-    return reported(served, tmp_path, "--traffic", trace, "--sequences", 4)
-
-
-def test_the_structure(page: Any, snapshot: SnapshotAssertion) -> None:
-    outline = [(e.tag, text(e)) for e in elements(page) if e.tag in ("h1", "h2", "h3")]
-    heads = [" | ".join(table.heads) for table in tables(page) if table.heads[0] != "Variant"]
-
-    assert [outline, heads] == snapshot
-
-
-def test_nothing_is_loaded_and_nothing_runs(page: Any) -> None:
-    (policy,) = (e for e in elements(page, "meta") if "Policy" in e.get("http-equiv", ""))
-    assert policy.get("content", "").startswith("default-src 'none'; style-src 'sha256-")
-    assert not {e.tag for e in elements(page)} & {"script", "img", "link", "iframe", "form"}
-    for element in elements(page):
-        for name, value in element.attrib.items():
-            assert not name.startswith("on")
-            assert name != "style"
-            if "href" in name or name == "src":
-                assert value.startswith("#")
-    (style,) = elements(page, "style")
-    assert not re.search(r"url\(|@import|https?:", style.text or "")
-
-
-def test_it_reads_without_eyes(page: Any) -> None:
-    (html,) = elements(page, "html")
-    assert html.get("lang") == "en"
-    ids = {e.get("id") for e in elements(page)}
-    for element in elements(page, "a"):
-        assert element.get("href", "")[1:] in ids
-    first = elements(page, "a")[0]
-    assert (first.get("class"), first.get("href")) == ("skip", "#main")
-    for table in elements(page, "table"):
-        assert all(cell.get("scope") in ("col", "row") for cell in elements(table, "th"))
-    for svg in elements(page, "svg"):
-        if svg.get("role") == "img":
-            names = svg.get("aria-labelledby", "").split()
-            assert len(names) == 2
-            assert set(names) <= ids
-    for region in (e for e in elements(page) if e.get("role") == "region"):
-        assert (region.get("tabindex"), bool(region.get("aria-label"))) == ("0", True)
-
-
-def test_hostile_names_stay_names(trace: Path, tmp_path: Path, tiny_config: Path) -> None:
-    name = HOSTILE.replace("/", "_")
-    folder = tmp_path / name[:80]
-    folder.mkdir()
-    config, hostile = folder / f"{name[:90]}.yaml", folder / f"{name[:90]}.csv"
-    config.write_text(
-        tiny_config.read_text()
-        .replace("buckets: [8]", "buckets: pow2")
-        .replace("budget: 8", "budget: 64")
-    )
-    hostile.write_text(trace.read_text())
-    tree = reported(config, tmp_path, "--traffic", hostile)
-
-    assert text(elements(tree, "h1")[0]) == f"Plan of {config.name}"
-    assert hostile.name in text(tree)
-    assert not elements(tree, "img") + elements(tree, "script")
-
-
-def test_hostile_values_stay_values(tiny_config: Path) -> None:
-    shown = facts_of(tiny_config)
-    plan = replace(
-        shown.plan, variants=tuple(v._replace(program=HOSTILE) for v in shown.plan.variants)
-    )
-    target = replace(
-        shown.targets[0],
-        name=HOSTILE,
-        held={v.name: Held(key=HOSTILE, bytes=1, seconds=None) for v in plan.variants},
-        forms=((HOSTILE,) * 5,),
-        form_names={(8, 8): (HOSTILE,)},
-    )
-    page = render(
-        replace(
-            shown,
-            plan=plan,
-            targets=(target,),
-            config=HOSTILE,
-            store=HOSTILE,
-            by=HOSTILE,
-            programs=((HOSTILE,) * 3,),
-            findings=(Finding(kind="lint", text=HOSTILE, more=(HOSTILE,)),),
-        )
-    )
-    tree = parsed(page)
-
-    assert not elements(tree, "img") + elements(tree, "script")
-    assert not [a for e in elements(tree) for a in e.attrib if a.startswith("on")]
-    assert "{{ 7 * 7 }}" in text(tree)
-    assert text(elements(tree, "title")[0]) == " ".join(f"Plan of {HOSTILE}".split())
-
-
-# --- Where it goes -------------------------------------------------------------------------------
-
-
-def test_stdout_and_summaries(
-    tiny_config: Path, tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    assert run(["report", str(tiny_config), "-o", "-"]) == EXIT_OK
-    parsed(capsysbinary.readouterr().out.decode())
-    target = tmp_path / "plan.html"
-    assert run(["report", str(tiny_config), "-o", str(target), "--format", "json"]) == EXIT_OK
-    (line,) = capsysbinary.readouterr().out.splitlines()
-    found = json.loads(line)
-    assert list(found) == ["path", "bytes", "points", "variants", "compiled", "findings"]
-    assert (found["bytes"], found["variants"]) == (target.stat().st_size, 13)
-    assert run(["report", str(tiny_config), "-o", str(target)]) == EXIT_OK
-    assert b"plan.html: 3 points, 13 variants, 0 compiled, " in capsysbinary.readouterr().out
-
-
-def test_what_is_there_is_replaced_whole_and_through_a_link(
-    tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, link = tmp_path / "real.html", tmp_path / "plan.html"
-    target.write_text("before")
-    link.symlink_to(target)
-    reported(tiny_config, tmp_path)
-    assert link.is_symlink()
-    assert target.read_text().startswith("<!doctype html>")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    target.write_text("before")
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert run(["report", str(tiny_config), "-o", str(link)]) == EXIT_USAGE
-    assert target.read_text() == "before"
-    assert not list(tmp_path.glob(".*.new"))
-
-
-def test_a_device_is_written_to_and_not_replaced(tiny_config: Path, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    found: list[bytes] = []
-    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
-    reader.start()
-    assert run(["report", str(tiny_config), "-o", str(pipe)]) == EXIT_OK
-    reader.join(10)
-
-    assert pipe.is_fifo()
-    assert found[0].startswith(b"<!doctype html>")
-
-
-@pytest.mark.parametrize(
-    ("output", "options", "said"),
-    [
-        ("", (), "the output is a folder\n  expected: a file's name\n  next: name"),
-        ("none/plan.html", (), "none: no such folder\n  next: make it, or name another"),
-        ("tiny.yaml", (), "tiny.yaml: the output is what the report is made of"),
-        ("trace.csv", ("--traffic", "trace.csv"), "the output is what the report is made of"),
-        ("-", ("--format", "json"), "-o -: both the page and its summary on stdout"),
-        ("plan.html", ("--sequences", "3"), "--sequences needs a trace"),
-        ("plan.html", ("--traffic", "none.csv"), "none.csv: cannot be read: No such file"),
-        ("plan.html", ("--memory", "--nonsense"), "No such option"),
-    ],
-)
-def test_what_is_refused(
-    output: str,
-    options: tuple[str, ...],
-    said: str,
-    tiny_config: Path,
-    trace: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = trace.read_text(), tiny_config.read_text()
-
-    code = run(["report", str(tiny_config), "-o", output or str(tmp_path), *options])
-
-    assert code == EXIT_USAGE
-    assert said in capsys.readouterr().err
-    assert (trace.read_text(), tiny_config.read_text()) == before
-    assert not list(tmp_path.glob("*.html"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -65,7 +66,7 @@ def gather(
     ]
     return PlanFacts(
         config=config.path.name,
-        store=str(config.store_root).replace(str(Path.home()), "~"),
+        store=_without_home(str(config.store_root)),
         plan=plan,
         waste=mean_waste(plan.tokens),
         targets=tuple(targets),
@@ -190,12 +191,17 @@ def _of_error(kind: Literal["refused", "store"], error: AotLoraError, whose: str
     if kind == "refused":
         lines = {"expected": error.expected, **lines}
     where = f"{error.where}: " if error.where else ""
-    home = str(Path.home())  # A page goes to others, who need not know whose home it was made in.
     return Finding(
         kind=kind,
-        text=f"{whose}{where}{error.problem}".replace(home, "~"),
-        more=tuple(f"{name}: {line}".replace(home, "~") for name, line in lines.items() if line),
+        text=_without_home(f"{whose}{where}{error.problem}"),
+        more=tuple(_without_home(f"{name}: {line}") for name, line in lines.items() if line),
     )
+
+
+def _without_home(text: str) -> str:
+    """A page goes to others, who need not know whose home it was made in."""
+    home = os.environ.get("HOME", "").rstrip("/")
+    return text.replace(f"{home}/", "~/") if home else text
 
 
 def _programs(plan: Plan) -> tuple[tuple[str, str, str], ...]:
