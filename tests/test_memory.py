@@ -14,7 +14,7 @@ from serving import cli
 from aot_lora import errors, load_config
 from aot_lora.cli.main import run
 from aot_lora.plan import TargetSpec, Variant
-from aot_lora.plan.memory import Measured, add_up, cache_bytes, largest_variants
+from aot_lora.plan.memory import Measured, add_up, cache_bytes, declared, largest_variants
 from aot_lora.targets.hbm import hbm_bytes
 from aot_lora.warmup import memory as fitting
 from aot_lora.warmup.fewer import refuse_what_does_not_fit
@@ -86,8 +86,20 @@ def test_a_cpu_has_figures_and_no_known_memory(tmp_path: Path) -> None:
     assert found["banks"] == plan.bank_bytes
     assert found["weights"] == 4 * _weights(tmp_path)
     assert found["temporaries"] > 0
+    written = declared(plan)
+    assert [found[key] for key in ("weights", "banks", "cache")] == [
+        written.weights,
+        written.banks,
+        written.cache,
+    ]
     assert (found["device"], found["share"], found["fits"]) == (None, None, True)
     assert "largest_kv_length" not in found
+
+
+def test_without_a_decoder_the_weights_of_the_modules_are_declared(tiny_config: Path) -> None:
+    plan = load_config(tiny_config).plan
+    assert declared(plan).weights == 4 * (16 * 16 + 32 * 16)
+    assert (declared(plan).cache, declared(plan).measured) == (0, ())
 
 
 def _weights(folder: Path) -> int:

@@ -24,6 +24,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 def test_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel_names: set[str]) -> None:
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "aot_lora").rglob("*.py")}
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "aot_lora/report/templates").iterdir()}
     presets = {
         f"aot_lora/_presets/{path.relative_to(ROOT / 'buckets')}"
         for suffix in ("*.yaml", "*.json", "*.txtpb", "*.textproto")
@@ -31,7 +32,8 @@ def test_wheel_holds_the_package_and_the_presets_and_nothing_else(wheel_names: s
     }
     held = {name for name in wheel_names if ".dist-info/" not in name}
 
-    assert held == code | presets | {"aot_lora/py.typed"}
+    assert held == code | pages | presets | {"aot_lora/py.typed"}
+    assert "aot_lora/report/templates/page.html" in held
 
 
 def test_wheel_carries_the_license_and_the_command(wheel_names: set[str]) -> None:

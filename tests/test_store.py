@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Never
 
@@ -193,6 +193,12 @@ def test_the_manifest_ends_the_journal(store: LocalStore) -> None:
 def test_a_manifest_of_format_1_stays_readable() -> None:
     assert manifest.parse_manifest(GOLDEN.read_bytes(), where=str(GOLDEN)) == MANIFEST
     assert asdict(MANIFEST)["format"] == manifest.FORMAT
+
+
+def test_the_seconds_of_an_entry_are_kept_where_they_are_known() -> None:
+    timed = (replace(ENTRIES[0], seconds=1.25), ENTRIES[1])
+
+    assert manifest.parse_journal(b"".join(map(manifest.dump_entry, timed))) == timed
 
 
 @pytest.mark.parametrize(

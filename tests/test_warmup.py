@@ -90,6 +90,9 @@ def test_a_grown_config_compiles_only_what_is_new(copy: Path) -> None:
     assert report["compiled"] == report["variants"] - VARIANTS
     assert report["reused"] == VARIANTS
     assert old < {entry.key for entry in manifest_of(copy).entries}
+    # What another warmup compiled has no seconds of this one.
+    assert {e.key in old for e in manifest_of(copy).entries if e.seconds} == {False}
+    assert {e.key in old for e in manifest_of(copy).entries if e.seconds is None} == {True}
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

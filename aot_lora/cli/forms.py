@@ -12,9 +12,16 @@ from aot_lora.plan import Plan, TargetSpec
 if TYPE_CHECKING:
     from aot_lora.decoder.choices import SiteChoice
 
+COLUMNS = ("modules", "tokens", "lanes", "form", "why")
+
 
 def show(plan: Plan, target: TargetSpec) -> None:
-    """Prints the forms of a target, neighbouring token buckets of one form in a row."""
+    """Prints the forms of a target."""
+    table(f"forms of the steps, {target}", COLUMNS, rows_of(plan, target))
+
+
+def rows_of(plan: Plan, target: TargetSpec) -> list[tuple[str, ...]]:
+    """The forms of a target, neighbouring token buckets of one form in a row, by `COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     for found in _grouped(plan, target):
         first, last = found[0].sizes.tokens, found[-1].sizes.tokens
@@ -27,7 +34,7 @@ def show(plan: Plan, target: TargetSpec) -> None:
                 found[0].choice.reason,
             )
         )
-    table(f"forms of the steps, {target}", ("modules", "tokens", "lanes", "form", "why"), rows)
+    return rows
 
 
 def as_json(plan: Plan, target: TargetSpec) -> list[dict[str, Any]]:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from aot_lora.cli.options import note, table
 from aot_lora.config.traffic import read_traffic
 from aot_lora.errors import ConfigError
 from aot_lora.plan import Plan
+from aot_lora.plan.compare import Of
 from aot_lora.plan.fit import histogram
 from aot_lora.plan.lints import Lint, TokenUse, lane_lints, slot_lints, token_lints, token_uses
 from aot_lora.plan.mix import Mix, mix_of_steps
@@ -22,12 +25,14 @@ class Used:
 
     Args:
       path: the trace; requests: in it.
-      server: that was simulated; steps: that it made.
+      of: what lands in the buckets: simulated ``steps``, or whole ``prompts``.
+      server: that was simulated; steps: that it made, or one of each prompt.
       uses: of each token bucket; lints: what follows.
     """
 
     path: Path
     requests: int
+    of: Of
     server: Server
     steps: Steps
     uses: tuple[TokenUse, ...]
@@ -45,6 +50,7 @@ def used_by(
     sequences: int | None,
     worth: float,
     prefill_chunk: int | None = None,
+    of: Of = "steps",
 ) -> Used:
     """Simulates a server of the plan under a trace.
 
@@ -55,6 +61,7 @@ def used_by(
         has a token.
       worth: what a bucket has to bring, in points of waste.
       prefill_chunk: most prompt tokens of a step; None for as many as there is room for.
+      of: ``prompts`` for those of the trace, clipped, instead of simulated steps.
 
     Raises:
       ConfigError: a bad trace, or a number that makes no sense.
@@ -70,13 +77,23 @@ def used_by(
         sequences=min(most, budget) if sequences is None else sequences,
         prefill_chunk=prefill_chunk,
     )
-    traffic = read_traffic(path)
-    steps = simulate(traffic, server)
+    traffic = read_traffic(path, timed=of == "steps")
+    if of == "steps":
+        steps = simulate(traffic, server)
+    else:
+        clipped = np.minimum(traffic.prompts, budget)
+        steps = Steps(tokens=clipped, repeats=np.ones_like(clipped), slots=None, late_seconds=0.0)
     uses = token_uses(plan, *histogram(steps.tokens, steps.repeats))
     lints = (*token_lints(uses, least=worth / 100), *slot_lints(plan, steps.slots))
     note_late(steps, traffic)
     return Used(
-        path=path, requests=len(traffic), server=server, steps=steps, uses=uses, lints=lints
+        path=path,
+        requests=len(traffic),
+        of=of,
+        server=server,
+        steps=steps,
+        uses=uses,
+        lints=lints,
     )
 
 

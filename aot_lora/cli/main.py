@@ -12,6 +12,7 @@ from aot_lora import errors
 
 _VERBS = {
     "plan": "What would be compiled: variants, waste, seconds, bytes.",
+    "report": "Draw the plan and what of it is compiled as one HTML file.",
     "fit": "Token buckets that pad recorded traffic the least.",
     "warmup": "Compile what is missing into the store.",
     "check": "Compare traces with the lock beside the config.",

@@ -123,7 +123,7 @@ def _show(config: Config, plan: Plan, waste: tuple[tuple[int, float], ...]) -> N
         f"they fold into {len(plan.variants)} executables"
     )
     counts = Counter(variant.program for variant in plan.variants)
-    rows = [(name, str(count), _shared_by(plan, name)) for name, count in counts.items()]
+    rows = [(name, str(count), shared_by(plan, name)) for name, count in counts.items()]
     table("programs", ("program", "variants", "one for each"), rows)
     if plan.with_lora:
         rows = [(str(lanes), _folds(plan, lanes)) for lanes in plan.lanes.buckets]
@@ -139,7 +139,8 @@ def _show(config: Config, plan: Plan, waste: tuple[tuple[int, float], ...]) -> N
         )
 
 
-def _shared_by(plan: Plan, program: str) -> str:
+def shared_by(plan: Plan, program: str) -> str:
+    """Of what a program has one variant each."""
     d_sizes = len({module.d for module in plan.modules})
     o_sizes = len({module.o for module in plan.modules})
     shapes = len({(module.d, module.o) for module in plan.modules})

@@ -12,6 +12,11 @@ from aot_lora.plan.fit import fit
 from aot_lora.plan.simulate import Server
 
 
+def trace_of(section: FitBuckets, config: Path) -> Path:
+    """The trace that a section names; its path starts at the folder of the config."""
+    return config.parent / Path(section.fit).expanduser()
+
+
 def fitted_buckets(
     section: FitBuckets, tokens: TokensSection, config: Path, where: str
 ) -> tuple[int, ...]:
@@ -19,13 +24,13 @@ def fitted_buckets(
 
     Args:
       section: what is asked for; tokens: the section that it stands in.
-      config: the config's file; the trace's path starts at its folder.
+      config: the config's file.
       where: the place of the section.
 
     Raises:
       ConfigError: the trace is bad, or there are no such buckets.
     """
-    trace = config.parent / Path(section.fit).expanduser()
+    trace = trace_of(section, config)
     if not trace.is_file():
         raise ConfigError(
             "the trace to fit is no file",

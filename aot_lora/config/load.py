@@ -75,7 +75,9 @@ class Config:
         return gpus.autotune_path(self.path)
 
 
-def load_config(name: str | os.PathLike[str], *, store: str | None = None) -> Config:
+def load_config(
+    name: str | os.PathLike[str], *, store: str | None = None, limited: bool = True
+) -> Config:
     """Reads and checks a config file or preset.
 
     Args:

@@ -6,7 +6,7 @@ bucket? Nothing here is wrong with a plan, so nothing is refused.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -170,13 +170,16 @@ def lane_lints(plan: Plan) -> tuple[Lint, ...]:
     if plan.with_lora and held[-1] > capacity:
         text = f"lanes {held[-1]}: no batch fills it, for the banks hold {capacity}"
         found.append(_lanes_lint("never_full", held[-1], None, 0, text))
+    by_tokens: dict[int, list[Variant]] = defaultdict(list)
+    for variant in plan.variants:
+        by_tokens[variant.tokens].append(variant)
     for tokens in plan.tokens.buckets:
         most = min(tokens, plan.max_adapters) * largest
         here = _unreached(plan, most)
         concerned = [
             v.lanes
-            for v in plan.variants
-            if v.tokens == tokens and v.lanes in here and not (_is_lora(v) and v.lanes in out)
+            for v in by_tokens[tokens]
+            if v.lanes in here and not (_is_lora(v) and v.lanes in out)
         ]
         if concerned:
             lanes = sorted(set(concerned))

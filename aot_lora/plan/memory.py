@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aot_lora.plan.decoder import HEAD_MODULE
 from aot_lora.plan.plan import DTYPE_BYTES, Plan
 from aot_lora.plan.variants import Variant
 
@@ -108,6 +110,31 @@ def add_up(plan: Plan, measured: Sequence[Measured]) -> Memory:
         code=code,
         measured=tuple(one.variant.name for one in measured),
         refused=next((one.refused for one in measured if one.refused), ""),
+    )
+
+
+def declared(plan: Plan) -> Memory:
+    """What a config says by itself, before anything is compiled; the figures of a compiler are 0.
+
+    Banks and cache are exact. Weights are those of a decoder, or of the modules that have banks: a
+    server's own model has more of them.
+    """
+    shape = plan.decoder
+    divided, whole = sum(module.d * module.o * module.layers for module in plan.modules), 0
+    if shape:
+        matrices = shape.modules()
+        head = math.prod(matrices.pop(HEAD_MODULE)) * (1 if shape.tied else 2)  # and the embedding
+        divided = plan.layers * sum(d * o for d, o in matrices.values()) + head
+        whole = (2 * plan.layers + 1) * shape.hidden  # norms
+    return Memory(
+        weights=(divided // plan.tp + whole) * DTYPE_BYTES[plan.dtype],
+        banks=plan.bank_bytes,
+        cache=cache_bytes(plan, length=plan.cache.length) if plan.cache else 0,
+        others=0,
+        outputs=0,
+        temporaries=0,
+        code=0,
+        measured=(),
     )
 
 

@@ -20,12 +20,14 @@ class Entry:
       key: the artifact's key.
       digest: SHA-256 that the file must have, as hex.
       bytes: size of the file.
+      seconds: of one worker, from its trace to its file; None where another warmup compiled it.
     """
 
     variant: str
     key: str
     digest: str
     bytes: int
+    seconds: float | None = None
 
 
 @checked(frozen=True, slots=True, kw_only=True, config=_STRICT)

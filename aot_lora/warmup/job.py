@@ -158,10 +158,11 @@ def build(variant: Variant) -> Built:
         return _jax_compat.serialize(compiled), signature
 
     kept = keep(worker.store, variant.name, parts, compile_raw)
+    seconds = round(time.perf_counter() - began, 3)
     return Built(
-        entry=kept.entry,
+        entry=replace(kept.entry, seconds=seconds) if kept.compiled else kept.entry,
         compiled=kept.compiled,
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
         set_aside=str(kept.set_aside or ""),
         warning=found.warning,
         unrecorded=not recorded,
