@@ -1,9 +1,10 @@
 """The only package that touches private JAX names. Works on jax 0.10.2 up to 0.12.
 
 Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
-function closes over), `dispatch` (calls of `aot_lora.jit`), `donation` (what a call takes over),
-`layouts` and `placement` (layouts and shardings as text) and `trees` (pytrees as text). Tests run
-all of it on each supported release.
+function closes over), `described` (calls as JSON), `dispatch` (calls of `aot_lora.jit`), `donation` (what a
+call takes over), `hooks` (compiles on their way to XLA), `layouts` and `placement` (layouts and
+shardings as text), `stack` (who asked for a compile) and `trees` (pytrees as text). Tests run all of
+it on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false
@@ -14,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -266,31 +267,6 @@ def _aval(spec: ArraySpec) -> Any:
     return core.ShapedArray(spec.shape, jax.numpy.dtype(spec.dtype), weak_type=spec.weak_type)
 
 
-def compile_hook() -> Callable[..., Any]:
-    """The one function through which every compile of the process passes, on its way to XLA."""
-    return compiler.compile_or_get_cached
-
-
-def set_compile_hook(function: Callable[..., Any]) -> None:
-    """Replaces it. Called with (backend, computation, ...); its result is the executable."""
-    compiler.compile_or_get_cached = function
-
-
-def computation_text(computation: Any) -> tuple[str, tuple[str, ...]]:
-    """The name and the argument types of a module on its way to XLA."""
-    name = str(computation.operation.attributes["sym_name"]).strip('"')
-    for operation in computation.body.operations:
-        if operation.name in ("main", '"main"') or str(operation.name).strip('"') == "main":
-            return name, tuple(_type_text(kind) for kind in operation.type.inputs)
-    return name, ()
-
-
-def _type_text(kind: Any) -> str:
-    text = str(kind).removeprefix("tensor<").removesuffix(">")
-    *sizes, dtype = text.split("x")
-    return f"{dtype}[{','.join(sizes)}]"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
     """One flattened argument of a call.
@@ -324,6 +300,7 @@ class Call:
       arguments: flattened.
       results: types, in order.
       tree: the pytree of ((arguments), {keywords}), static ones left out.
+      out_tree: of the results.
       static: values of the static arguments, by name.
       options: what else JAX distinguishes: donation is with the arguments, the rest is here.
       context: JAX's options and context managers that a trace depends on.
@@ -336,6 +313,7 @@ class Call:
     place: str = ""
     results: tuple[str, ...] | None = None
     tree: Any = None
+    out_tree: Any = None
     static: Mapping[str, Any] | None = None
     options: Mapping[str, Any] | None = None
     context: Mapping[str, Any] | None = None
@@ -367,26 +345,30 @@ def call_of_signature(signature: Signature) -> Call:
     )
 
 
-def calls_at_hand() -> tuple[Call | None, tuple[Call, ...]]:
+def calls_at_hand(*, earlier: bool = True) -> tuple[Call | None, tuple[Call, ...]]:
     """The call whose compile is under way, and earlier ones of that function that were compiled.
 
     For use inside the compile hook. The call is found on this thread's stack: JAX hands the hook
     no more than MLIR. What was compiled is in the keys of two caches of JAX. Functions are told
     apart by name and source line, so that one defined anew on each call is still found.
 
+    Args:
+      earlier: whether to look for those; costs as much as there are of them.
+
     Returns:
       (None, ()) where this release of JAX comes to its compiler by another way.
     """
-    computation, values = _under_way()
+    computation, values, lowered = _under_way()
     if computation is None:
         return None, ()
     context = jax_config.trace_context()
     this: tuple[Any, dict[str, Any]] | None = None
     others: list[tuple[Any, dict[str, Any], Any]] = []
     for ref, seen, fields, named in pjit._pjit_lower.cache_keys():
-        jaxpr, key = ref(), dict(zip(_LOWERING, fields, strict=True))
-        if jaxpr is None or f"jit({key['name']})" != computation._name:
+        jaxpr = ref()
+        if jaxpr is None or f"jit({fields[_NAME]})" != computation._name:
             continue
+        key = dict(zip(_LOWERING, fields, strict=True))
         if seen != context:
             others.append((jaxpr, key, seen))
             continue
@@ -395,13 +377,17 @@ def calls_at_hand() -> tuple[Call | None, tuple[Call, ...]]:
         lowering = pjit._pjit_lower(jaxpr, *fields, **named)
         if lowering is computation:
             this = jaxpr, key
+            if not earlier:
+                break
         elif lowering._executable is not None:
             others.append((jaxpr, key, seen))
     if this is None:  # Lowered under other options than it is compiled under.
-        return _call_of_lowering(computation), ()
+        return _with_trees(_call_of_lowering(computation), lowered), ()
     source = this[0].debug_info.func_src_info
     traced = _traced(source, context)
-    found = _call(this[0], this[1], context, traced, values)
+    found = _with_trees(_call(this[0], this[1], context, traced, values), lowered)
+    if not earlier:
+        return found, ()
     return found, tuple(
         _call(jaxpr, key, seen, traced, None)
         for jaxpr, key, seen in others
@@ -422,20 +408,31 @@ _LOWERING: tuple[str, ...] = (
     "inline",
     "compiler_options_kvs",
 )
+_NAME = _LOWERING.index("name")
 _OPTIONS = ("out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "keep_unused", "inline")
 
 
-def _under_way() -> tuple[Any, Sequence[Any] | None]:
-    """The computation that this thread compiles, and the values it was called with."""
+def _under_way() -> tuple[Any, Sequence[Any] | None, Any]:
+    """The computation that this thread compiles, the values it was called with, or instead of
+    those the `jax.stages.Lowered` that is compiled."""
     compiles = pxla.MeshComputation.compile.__code__
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not compiles:
         frame = frame.f_back
     if frame is None:
-        return None, None
-    above = frame.f_back
-    called = above is not None and above.f_code is pjit._pjit_call_impl_python.__code__
-    return frame.f_locals["self"], above.f_locals["args"] if above and called else None
+        return None, None, None
+    computation, above = frame.f_locals["self"], frame.f_back
+    if above is not None and above.f_code is pjit._pjit_call_impl_python.__code__:
+        return computation, above.f_locals["args"], None
+    if above is not None and above.f_code is stages.Lowered.compile.__code__:
+        return computation, None, above.f_locals["self"]
+    return computation, None, None
+
+
+def _with_trees(call: Call | None, lowered: Any) -> Call | None:
+    if call is None or lowered is None:
+        return call
+    return replace(call, tree=lowered.in_tree, out_tree=lowered.out_tree)
 
 
 class _Traced:
@@ -444,6 +441,7 @@ class _Traced:
     def __init__(self, function: Any, info: Any, signature: Any, params: Any) -> None:
         self.function = function
         self.tree = params.in_tree
+        self.out_tree = params.out_tree
         parameters = dict(info.fun_signature.parameters if info.fun_signature else {})
         names = list(parameters)
         # Values by position come first, then those by keyword, whose names stand beside.
@@ -496,6 +494,7 @@ def _call(
         arguments=tuple(_argument(*part) for part in parts),
         results=tuple(str(_tolerant_spec(aval, "")) for aval in jaxpr.out_avals),
         tree=traced and traced.tree,
+        out_tree=traced and traced.out_tree,
         static=traced and traced.static,
         options={name: key[name] for name in _OPTIONS} | dict(key["compiler_options_kvs"]),
         context=dict(zip(context_names, context, strict=True)),
