@@ -1,10 +1,10 @@
 """The only package that touches private JAX names. Works on jax 0.10.2 up to 0.12.
 
 Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
-function closes over), `described` (calls as JSON), `dispatch` (calls of `aot_lora.jit`), `donation` (what a
-call takes over), `hooks` (compiles on their way to XLA), `layouts` and `placement` (layouts and
-shardings as text), `stack` (who asked for a compile) and `trees` (pytrees as text). Tests run all of
-it on each supported release.
+function closes over), `described` (calls as JSON), `dispatch` (calls of `aot_lora.jit`), `donation`
+(what a call takes over), `hooks` (compiles on their way to XLA), `layouts` and `placement` (layouts
+and shardings as text), `stack` (who asked for a compile) and `trees` (pytrees as text). Tests run
+all of it on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateImportUsage=false

@@ -59,6 +59,7 @@ def compile_hook(hook: Hook) -> Generator[None]:
 
 
 def _through(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
+    __tracebackhide__ = True  # pytest shows the caller's line instead
     # Another thread may have removed the last hook just now: then JAX's function is back in place.
     inner = _jax_own or compiler.compile_or_get_cached
     for hook in tuple(_hooks):

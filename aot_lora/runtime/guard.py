@@ -106,6 +106,7 @@ def is_allowed() -> bool:
 def _guard(
     inner: Callable[..., Any], backend: Any, computation: Any, *rest: Any, **named: Any
 ) -> Any:
+    __tracebackhide__ = True  # pytest shows the caller's line instead
     here = threading.get_ident()
     reasons = [reason for thread, reason in _passes.get() if thread == here]
     if not reasons:

@@ -1,0 +1,79 @@
+"""Compiles of this process as they happen, each with the reason for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aot_lora import _jax_compat
+from aot_lora._jax_compat import Call, hooks
+from aot_lora._jax_compat.described import call_from, context_now
+from aot_lora.capture.compiles import describe
+from aot_lora.capture.reasons import AGAIN, described, differences_text
+from aot_lora.errors import RecompileError
+from aot_lora.runtime.differences import arguments_text, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Watched:
+    """A compile, or one that the guard refused.
+
+    Args:
+      fields: of `compiles.describe`.
+      why: what tells it from the nearest call of its function that was compiled before.
+      refusal: the guard's words; empty where it was let through.
+    """
+
+    fields: dict[str, Any]
+    why: str
+    refusal: str = ""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        function = described(self.fields["function"], self.fields.get("place", ""))
+        lines = [f"{function} for {arguments_text(call_from(self.fields))}", f"  {self.why}"]
+        if self.fields["frames"]:
+            lines.append(f"  called from {self.fields['frames'][0]}")
+        return lines
+
+
+@contextmanager
+def watch() -> Generator[list[Watched]]:
+    """What is compiled inside the block, in any thread, goes into the list."""
+    seen: list[Watched] = []
+    context = context_now()
+
+    def hook(
+        inner: Callable[..., Any], backend: Any, computation: Any, *rest: Any, **named: Any
+    ) -> Any:
+        __tracebackhide__ = True
+        try:
+            call, earlier = _jax_compat.calls_at_hand()
+            why = _why(call, earlier) if call else "how JAX came to this is not known"
+            fields = describe(backend, computation, context, call)
+        except Exception as error:  # Whatever JAX has moved: a compile has to be seen.
+            why = f"cannot be described: {type(error).__name__}: {error}"
+            name = hooks.computation_text(computation)[0].removeprefix("jit_")
+            fields = {"function": name, "fingerprint": "", "platform": "", "frames": []}
+        try:
+            executable = inner(backend, computation, *rest, **named)
+        except RecompileError as error:
+            seen.append(Watched(fields=fields, why=why, refusal=str(error)))
+            raise
+        except BaseException:
+            seen.append(Watched(fields=fields, why=why))
+            raise
+        seen.append(Watched(fields=fields, why=why))
+        return executable
+
+    with hooks.compile_hook(hook):
+        yield seen
+
+
+def _why(call: Call, earlier: Sequence[Call]) -> str:
+    near = nearest(call, (), earlier)
+    if near is None:
+        return "nothing by this name was compiled before"
+    return differences_text(near.differences) or AGAIN
