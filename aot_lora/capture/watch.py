@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from aot_lora import _jax_compat
 from aot_lora._jax_compat import Call, hooks
 from aot_lora._jax_compat.described import call_from, context_now
 from aot_lora.capture.compiles import describe
-from aot_lora.capture.reasons import AGAIN, described, differences_text
+from aot_lora.capture.reasons import AGAIN, described, differences_text, reason
 from aot_lora.errors import RecompileError
 from aot_lora.runtime.differences import arguments_text, nearest
 
@@ -43,6 +43,7 @@ class Watched:
 def watch() -> Generator[list[Watched]]:
     """What is compiled inside the block, in any thread, goes into the list."""
     seen: list[Watched] = []
+    before: list[dict[str, Any]] = []
     context = context_now()
 
     def hook(
@@ -51,8 +52,9 @@ def watch() -> Generator[list[Watched]]:
         __tracebackhide__ = True
         try:
             call, earlier = _jax_compat.calls_at_hand()
-            why = _why(call, earlier) if call else "how JAX came to this is not known"
             fields = describe(backend, computation, context, call)
+            why = _why(fields, before, call, earlier)
+            before.append(fields)
         except Exception as error:  # Whatever JAX has moved: a compile has to be seen.
             why = f"cannot be described: {type(error).__name__}: {error}"
             name = hooks.computation_text(computation)[0].removeprefix("jit_")
@@ -72,8 +74,18 @@ def watch() -> Generator[list[Watched]]:
         yield seen
 
 
-def _why(call: Call, earlier: Sequence[Call]) -> str:
-    near = nearest(call, (), earlier)
-    if near is None:
-        return "nothing by this name was compiled before"
-    return differences_text(near.differences) or AGAIN
+def _why(
+    fields: Mapping[str, Any],
+    before: Sequence[Mapping[str, Any]],
+    call: Call | None,
+    earlier: Sequence[Call],
+) -> str:
+    # JAX forgets a function that nobody holds any more, as one that a loop defined: we do not.
+    own = [other for other in before if other.get("place") == fields.get("place")]
+    known = reason(fields, own)
+    if known is not None and known.text == AGAIN:
+        return AGAIN
+    near = nearest(call, (), earlier) if call else None
+    if near is not None:
+        return differences_text(near.differences) or AGAIN
+    return known.text if known else "nothing by this name was compiled before"

@@ -66,14 +66,14 @@ def forbid_compile(request: pytest.FixtureRequest) -> Generator[None]:
         yield
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     """Refuses a marker that means nothing before the test's fixtures run."""
     _limit(item)
     return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+@pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Counts what the test compiles, and looks for swallowed refusals."""
     limit = _limit(item)
@@ -158,19 +158,19 @@ class _Lock:
         """Leaves jax as it was."""
         self._open.close()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
         """Fixtures, and what was compiled before there was a test to blame."""
         if text := self._take("while tests were collected, or between them"):
             pytest.fail(text, pytrace=False)
         return (yield from self._phase(item, "setup", "by the test's fixtures"))
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
         """The test."""
         return (yield from self._phase(item, "call", "by the test"))
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
         """Its fixtures' ends."""
         return (yield from self._phase(item, "teardown", "as the test's fixtures ended"))
