@@ -382,7 +382,7 @@ def calls_at_hand(*, earlier: bool = True) -> tuple[Call | None, tuple[Call, ...
         elif lowering._executable is not None:
             others.append((jaxpr, key, seen))
     if this is None:  # Lowered under other options than it is compiled under.
-        return _with_trees(_call_of_lowering(computation), lowered), ()
+        return _call_of_lowering(computation, lowered), ()
     source = this[0].debug_info.func_src_info
     traced = _traced(source, context)
     found = _with_trees(_call(this[0], this[1], context, traced, values), lowered)
@@ -429,8 +429,8 @@ def _under_way() -> tuple[Any, Sequence[Any] | None, Any]:
     return computation, None, None
 
 
-def _with_trees(call: Call | None, lowered: Any) -> Call | None:
-    if call is None or lowered is None:
+def _with_trees(call: Call, lowered: Any) -> Call:
+    if lowered is None:
         return call
     return replace(call, tree=lowered.in_tree, out_tree=lowered.out_tree)
 
@@ -503,19 +503,27 @@ def _call(
     )
 
 
-def _call_of_lowering(computation: Any) -> Call | None:
-    info = computation.compile_args.get("all_args_info")
+def _call_of_lowering(computation: Any, lowered: Any) -> Call | None:
+    """The call of a lowering whose trace nobody holds any more."""
+    given = computation.compile_args
+    info = given.get("all_args_info")
     if info is None:
         return None
     names = _padded(info.debug_info.arg_names, len(info.in_avals))
-    return Call(
+    shardings = dict(zip(sorted(given["kept_var_idx"]), given["in_shardings"], strict=False))
+    leaves = tree_util.tree_leaves(lowered.args_info) if lowered else []
+    donated = [leaf.donated for leaf in leaves] if len(leaves) == len(names) else []
+    call = Call(
         function=computation._name.removeprefix("jit(").removesuffix(")"),
         place=(info.debug_info.func_src_info or "").partition(" at ")[2],
         arguments=tuple(
-            Argument(spec=_tolerant_spec(aval, str(name or "")))
-            for aval, name in zip(info.in_avals, names, strict=True)
+            _argument(
+                aval, name and str(name), shardings.get(i), None, bool(donated and donated[i])
+            )
+            for i, (aval, name) in enumerate(zip(info.in_avals, names, strict=True))
         ),
     )
+    return _with_trees(call, lowered)
 
 
 def _padded(items: Sequence[Any] | None, count: int) -> list[Any]:

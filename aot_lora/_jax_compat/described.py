@@ -57,7 +57,7 @@ def call_fields(call: Call, context: Mapping[str, str]) -> dict[str, Any]:
         "context": {
             name: text
             for name, text in _texts(call.context or {}).items()
-            if text != context.get(name, text)
+            if text != context.get(name)
         },
         "tree": hashlib.sha256("".join(tree_texts(call)).encode()).hexdigest()[:12],
     }

@@ -25,21 +25,19 @@ def record(folder: str) -> None:
     numbers = itertools.count()
     append(folder, {"event": "jax", "version": jax.__version__})
 
-    def hook(
-        inner: Callable[..., Any], backend: Any, computation: Any, *rest: Any, **named: Any
-    ) -> Any:
+    def hook(inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
         number = next(numbers)
         try:
-            fields = describe(backend, computation, context)
+            fields = describe(args, context)
         except Exception as error:  # Whatever JAX has moved: the program must go on.
             text = f"cannot describe a compile: {type(error).__name__}: {error}"
             append(folder, {"event": "trouble", "text": text})
-            return inner(backend, computation, *rest, **named)
+            return inner(*args, **named)
         append(folder, {"event": "begin", "number": number, **fields})
         before, start = hooks.xla_runs(), time.perf_counter()
         outcome = "failed"
         try:
-            executable = inner(backend, computation, *rest, **named)
+            executable = inner(*args, **named)
             outcome = "compiled" if hooks.xla_runs() > before else "cache hit"
         finally:
             seconds = round(time.perf_counter() - start, 6)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aot_lora import _jax_compat
@@ -13,16 +14,19 @@ from aot_lora.signature import ArraySpec
 
 
 def describe(
-    backend: Any, computation: Any, context: Mapping[str, str], call: Call | None = None
+    compile_arguments: Sequence[Any], context: Mapping[str, str], call: Call | None = None
 ) -> dict[str, Any]:
     """What is being compiled, from inside of a compile hook.
 
     Args:
-      backend, computation: as the hook got them.
+      compile_arguments: what the hook was called with: backend, computation, devices, options.
       context: JAX's options that are taken for the default: `described.context_now`.
       call: where the hook has looked for it already.
     """
+    backend, computation, _, options, *_ = compile_arguments
     call = call or _jax_compat.calls_at_hand(earlier=False)[0] or _call_of(computation)
+    if call.options is None:
+        call = replace(call, options=dict(options.env_option_overrides))
     return {
         **call_fields(call, context),
         "fingerprint": fingerprint(str(computation), trees=tree_texts(call)),

@@ -35,15 +35,17 @@ def reason(fields: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Re
     if not same:
         return None
     own = key(fields)
-    for other in same:
-        if key(other) == own:
-            return Reason(nearest=other, text=AGAIN)
+    same.sort(key=lambda other: key(other) != own)  # of those that are as near, the first is taken
     calls = [(call_from(other), other) for other in same]
     near = nearest(call_from(fields), (), [call for call, _ in calls])
     assert near is not None
     other = next(other for call, other in calls if call is near.expected)
-    alike = _CODE if other.get("tree") == fields.get("tree") else _CONTAINERS
-    return Reason(nearest=other, text=differences_text(near.differences) or alike)
+    text = differences_text(near.differences)
+    if not text and key(other) == own:
+        text = AGAIN
+    elif not text:
+        text = _CODE if other.get("tree") == fields.get("tree") else _CONTAINERS
+    return Reason(nearest=other, text=text)
 
 
 def differences_text(differences: Sequence[Difference]) -> str:

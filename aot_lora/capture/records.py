@@ -58,10 +58,15 @@ class Records:
         )
 
 
+# Options that show in what is compiled, and of which not every way to the compiler tells.
+_IN_THE_TEXT = ("out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "keep_unused")
+
+
 def key(fields: Mapping[str, Any]) -> str:
     """Two compiles of the same key are of the same program for the same places."""
     shardings = [argument.get("sharding", "") for argument in fields.get("arguments", ())]
-    parts = [fields["fingerprint"], fields["platform"], shardings, fields.get("options", {})]
+    options = {k: v for k, v in fields.get("options", {}).items() if k not in _IN_THE_TEXT}
+    parts = [fields["fingerprint"], fields["platform"], shardings, options]
     return json.dumps(parts, sort_keys=True)
 
 

@@ -42,13 +42,13 @@ def run_recorded(command: Sequence[str], folder: Path) -> int:
     try:
         child = _spawn(command, environment, before)
         while True:
-            got = signal.sigwaitinfo(waited)
-            if got.si_signo == signal.SIGCHLD:
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if ended:
-                    code = os.waitstatus_to_exitcode(status)
-                    return code if code >= 0 else 128 - code
-            elif got.si_code != _BY_THE_KERNEL:
+            # Another thread, where there is one, may have taken the SIGCHLD: look now and then.
+            got = signal.sigtimedwait(waited, 0.5)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+            if got and got.si_signo in _PASSED_ON and got.si_code != _BY_THE_KERNEL:
                 os.kill(child, got.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -46,21 +46,19 @@ def watch() -> Generator[list[Watched]]:
     before: list[dict[str, Any]] = []
     context = context_now()
 
-    def hook(
-        inner: Callable[..., Any], backend: Any, computation: Any, *rest: Any, **named: Any
-    ) -> Any:
+    def hook(inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
         __tracebackhide__ = True
         try:
             call, earlier = _jax_compat.calls_at_hand()
-            fields = describe(backend, computation, context, call)
+            fields = describe(args, context, call)
             why = _why(fields, before, call, earlier)
             before.append(fields)
         except Exception as error:  # Whatever JAX has moved: a compile has to be seen.
             why = f"cannot be described: {type(error).__name__}: {error}"
-            name = hooks.computation_text(computation)[0].removeprefix("jit_")
+            name = hooks.computation_text(args[1])[0].removeprefix("jit_")
             fields = {"function": name, "fingerprint": "", "platform": "", "frames": []}
         try:
-            executable = inner(backend, computation, *rest, **named)
+            executable = inner(*args, **named)
         except RecompileError as error:
             seen.append(Watched(fields=fields, why=why, refusal=str(error)))
             raise

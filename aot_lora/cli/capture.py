@@ -72,11 +72,12 @@ def command(
 
 
 def _verdict(found: Records, new: Sequence[Unheld], *, locked: bool) -> int:
-    for trouble in found.troubles:
-        note(f"aot-lora: a process of the command was not, or not wholly, recorded: {trouble}")
     if found.obstacle:
         kept = "; the lock is left as it was" if locked else ""
         note(f"aot-lora: nothing was recorded: {found.obstacle}{kept}")
+    else:
+        for trouble in found.troubles:
+            note(f"aot-lora: a process was not, or not wholly, recorded: {trouble}")
     if found.troubles and locked:
         return errors.EXIT_UNSUPPORTED
     return errors.EXIT_CHECK if new or (found.obstacle and locked) else errors.EXIT_OK
