@@ -190,8 +190,8 @@ def records(*compiles: Recorded | dict[str, Any]) -> Records:
 
 
 def fields(fingerprint: str, **more: Any) -> dict[str, Any]:
-    own = {"function": "f", "fingerprint": fingerprint, "platform": "cpu", "frames": ["a.py:1 f"]}
-    return own | more
+    own = {"function": "f", "fingerprint": fingerprint, "platform": "cpu"}
+    return {**own, "frames": ["a.py:1 f"], "at": "a.py:1 f", **more}
 
 
 def test_a_lock_counts_by_process_and_says_what_comes_more_often() -> None:

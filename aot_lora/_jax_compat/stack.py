@@ -34,16 +34,20 @@ def caller() -> tuple[str, str]:
     return "", called
 
 
-def user_frames(most: int = 12) -> tuple[str, ...]:
-    """The user's frames, the innermost first: ``file:line function``, as `portable`."""
+def user_frames(most: int = 12) -> tuple[tuple[str, ...], str]:
+    """The user's frames, the innermost first, each ``file:line function``, as `portable`; and the
+    first of them that is in no installed package, else the first."""
     found: list[str] = []
+    own = ""
     for frame in _frames():
         code = frame.f_code
         if not _is_library(code.co_filename):
-            found.append(f"{portable(code.co_filename)}:{frame.f_lineno} {code.co_qualname}")
-            if len(found) == most:
-                break
-    return tuple(found)
+            text = f"{portable(code.co_filename)}:{frame.f_lineno} {code.co_qualname}"
+            if len(found) < most:
+                found.append(text)
+            if not own and not any(folder in code.co_filename for folder in _INSTALLED):
+                own = text
+    return tuple(found), own or next(iter(found), "")
 
 
 def short_path(place: str) -> str:

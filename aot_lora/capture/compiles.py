@@ -27,11 +27,13 @@ def describe(
     call = call or _jax_compat.calls_at_hand(earlier=False)[0] or _call_of(computation)
     if call.options is None:
         call = replace(call, options=dict(options.env_option_overrides))
+    frames, at = stack.user_frames()
     return {
         **call_fields(call, context),
         "fingerprint": fingerprint(str(computation), trees=tree_texts(call)),
         "platform": str(getattr(backend, "platform", "")),
-        "frames": list(stack.user_frames()),
+        "frames": list(frames),
+        "at": at,
     }
 
 

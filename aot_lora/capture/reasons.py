@@ -66,7 +66,8 @@ class New:
       why: what differs.
       outcome: ``cache hit``, or another of `Recorded`.
       fingerprint: of the program.
-      frames: who asked for it, the innermost first.
+      at: who asked for it: the innermost frame that is in no installed package.
+      frames: of who asked for it, the innermost first.
     """
 
     function: str
@@ -76,17 +77,18 @@ class New:
     why: str
     outcome: str
     fingerprint: str
+    at: str
     frames: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """For people."""
         hit = ", a cache hit" if self.outcome == "cache hit" else ""
         lines = [f"{described(self.function, self.place)} for {self.arguments}{hit}"]
-        if self.nearest is not None:
+        if self.nearest not in (None, self.arguments):
             lines.append(f"  nearest in the lock: {self.nearest}")
         lines.append(f"  {self.why}")
-        if self.frames:
-            lines.append(f"  called from {self.frames[0]}")
+        if self.at:
+            lines.append(f"  called from {self.at}")
         return lines
 
 
@@ -107,6 +109,7 @@ def new(fields: Mapping[str, Any], lock: Sequence[Mapping[str, Any]], outcome: s
         why=near.text if near else "the lock holds nothing by this name",
         outcome=outcome,
         fingerprint=fields["fingerprint"],
+        at=fields["at"],
         frames=tuple(fields["frames"]),
     )
 

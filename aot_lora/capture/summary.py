@@ -68,8 +68,6 @@ def _repeats(group: Sequence[Recorded]) -> tuple[Repeat, ...]:
             others = [other.fields for other in reversed(before[-_LOOKED_AT:])]
             found = reason(one.fields, others)
             assert found is not None
-            frames = one.fields["frames"]
-            at = frames[0] if frames else ""
-            repeats.append(Repeat(nth=len(before) + 1, why=found.text, at=at))
+            repeats.append(Repeat(nth=len(before) + 1, why=found.text, at=one.fields["at"]))
         before.append(one)
     return tuple(repeats)

@@ -34,8 +34,8 @@ class Watched:
         """For people."""
         function = described(self.fields["function"], self.fields.get("place", ""))
         lines = [f"{function} for {arguments_text(call_from(self.fields))}", f"  {self.why}"]
-        if self.fields["frames"]:
-            lines.append(f"  called from {self.fields['frames'][0]}")
+        if self.fields["at"]:
+            lines.append(f"  called from {self.fields['at']}")
         return lines
 
 
@@ -56,7 +56,7 @@ def watch() -> Generator[list[Watched]]:
         except Exception as error:  # Whatever JAX has moved: a compile has to be seen.
             why = f"cannot be described: {type(error).__name__}: {error}"
             name = hooks.computation_text(args[1])[0].removeprefix("jit_")
-            fields = {"function": name, "fingerprint": "", "platform": "", "frames": []}
+            fields = {"function": name, "fingerprint": "", "platform": "", "frames": [], "at": ""}
         try:
             executable = inner(*args, **named)
         except RecompileError as error:

@@ -185,7 +185,10 @@ def _say_new(told: Sequence[New], found: Records, lock: CaptureLock) -> None:
     if len(told) > _NEW:
         print(f"  and {len(told) - _NEW} more")
     if set(found.jax) - set(lock.jax):
-        print(f"  the lock is of jax {', '.join(lock.jax)}, this run of {', '.join(found.jax)}")
+        print(
+            f"  the lock is of jax {', '.join(lock.jax)}, this run of {', '.join(found.jax)}:"
+            " releases lower some code differently"
+        )
     if len(told) == len(lock_of(found).compiles) and lock.compiles:
         print("  nothing of this run is in the lock: is it the lock of another program?")
     print("  next: undo what compiles them, or accept with `aot-lora capture -o`")
