@@ -358,7 +358,7 @@ def calls_at_hand(*, earlier: bool = True) -> tuple[Call | None, tuple[Call, ...
     Returns:
       (None, ()) where this release of JAX comes to its compiler by another way.
     """
-    computation, values, lowered = _under_way()
+    computation, values, lowered, traced_as = _under_way()
     if computation is None:
         return None, ()
     context = jax_config.trace_context()
@@ -367,6 +367,8 @@ def calls_at_hand(*, earlier: bool = True) -> tuple[Call | None, tuple[Call, ...
     for ref, seen, fields, named in pjit._pjit_lower.cache_keys():
         jaxpr = ref()
         if jaxpr is None or f"jit({fields[_NAME]})" != computation._name:
+            continue
+        if not earlier and traced_as is not None and jaxpr is not traced_as:
             continue
         key = dict(zip(_LOWERING, fields, strict=True))
         if seen != context:
@@ -384,7 +386,7 @@ def calls_at_hand(*, earlier: bool = True) -> tuple[Call | None, tuple[Call, ...
     if this is None:  # Lowered under other options than it is compiled under.
         return _call_of_lowering(computation, lowered), ()
     source = this[0].debug_info.func_src_info
-    traced = _traced(source, context)
+    traced = _traced(source, context, only=None if earlier else this[0])
     found = _with_trees(_call(this[0], this[1], context, traced, values), lowered)
     if not earlier:
         return found, ()
@@ -412,21 +414,22 @@ _NAME = _LOWERING.index("name")
 _OPTIONS = ("out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "keep_unused", "inline")
 
 
-def _under_way() -> tuple[Any, Sequence[Any] | None, Any]:
-    """The computation that this thread compiles, the values it was called with, or instead of
-    those the `jax.stages.Lowered` that is compiled."""
+def _under_way() -> tuple[Any, Sequence[Any] | None, Any, Any]:
+    """The computation that this thread compiles; the values it was called with, or instead of those
+    the `jax.stages.Lowered` that is compiled; and what it was traced to, where that is at hand."""
     compiles = pxla.MeshComputation.compile.__code__
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not compiles:
         frame = frame.f_back
     if frame is None:
-        return None, None, None
+        return None, None, None, None
     computation, above = frame.f_locals["self"], frame.f_back
     if above is not None and above.f_code is pjit._pjit_call_impl_python.__code__:
-        return computation, above.f_locals["args"], None
+        given = above.f_locals
+        return computation, given["args"], None, given["jaxpr"]
     if above is not None and above.f_code is stages.Lowered.compile.__code__:
-        return computation, None, above.f_locals["self"]
-    return computation, None, None
+        return computation, None, above.f_locals["self"], None
+    return computation, None, None, None
 
 
 def _with_trees(call: Call, lowered: Any) -> Call:
@@ -459,18 +462,32 @@ class _Traced:
         self.static = defaults | given
 
 
-def _traced(source: Any, context: Any) -> dict[int, _Traced]:
-    """The traces of the functions of that source line, by the identity of their jaxpr."""
+def _traced(source: Any, context: Any, only: Any = None) -> dict[int, _Traced]:
+    """The traces of the functions of that source line, by the identity of their jaxpr.
+
+    Args:
+      source: the line.
+      context: only keys of this context can be looked up without tracing.
+      only: stops at that jaxpr; a function may have been traced a thousand times.
+    """
     found: dict[int, _Traced] = {}
-    for ref, seen, fields, named in pjit._infer_params_cached.cache_keys():
-        function = ref()
-        # Only keys of this context can be looked up without tracing.
-        if function is None or seen != context or fields[0].fun_sourceinfo != source:
-            continue
+    keys = [
+        (function, fields, named)
+        for ref, seen, fields, named in pjit._infer_params_cached.cache_keys()
+        if seen == context
+        and fields[0].fun_sourceinfo == source
+        and (function := ref()) is not None
+    ]
+    if only is not None:  # The likely ones first.
+        avals = tuple(only.in_avals)
+        keys.sort(key=lambda key: avals[len(avals) - len(key[1][2]) :] != tuple(key[1][2]))
+    for function, fields, named in keys:
         params = pjit._infer_params_cached(function, *fields, **named).pjit_params
         if params is not None:
             jaxpr = params.params["jaxpr"]
             found[id(jaxpr)] = _Traced(function, fields[0], fields[1], params)
+            if jaxpr is only:
+                break
     return found
 
 
