@@ -156,6 +156,12 @@ def test_a_process_that_ends_early_leaves_what_it_had_compiled(
     assert f"wrote early.lock; only up to the end of the command, by exit code {code}" in done.err
 
 
+def test_a_program_of_our_own_is_recorded_as_well(capture: Capture) -> None:
+    """There our own code, not yet whole, is what imports jax."""
+    text = "import aot_lora._jax_compat, jax; jax.jit(lambda x: x + 1)(1.0)"
+    assert capture("--format json", text).report["compiles"] == 1
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(sent: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(
@@ -179,6 +185,42 @@ def test_signals_are_passed_on(sent: signal.Signals, tmp_path: Path) -> None:
 
     assert process.communicate(timeout=60)[0].startswith(f"stopped by {int(sent)}\n")
     assert process.returncode == 5
+
+
+TERMINAL = """
+import os, pty, sys
+child, terminal = pty.fork()
+if child == 0:
+    os.execv(sys.executable, [sys.executable, "-m", "aot_lora", "capture", "--", *sys.argv[1:]])
+try:
+    while printed := os.read(terminal, 1000):
+        if b"ready" in printed:
+            os.write(terminal, b"\\x03")
+        sys.stdout.buffer.write(printed)
+except OSError:  # Linux says so once the other side is closed.
+    pass
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_key_of_the_terminal_reaches_the_command_once(tmp_path: Path) -> None:
+    """The terminal sends it to both processes."""
+    (tmp_path / "server.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\n"
+        "print('ready', flush=True)\n"
+        "for _ in range(10): time.sleep(0.1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", TERMINAL, sys.executable, "server.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.count("interrupted") == 1
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from typing import Any
 
 VARIABLE = "AOT_LORA_CAPTURE"
 """The environment variable that names the folder of the records."""
+_OURS = "aot_lora._jax_compat"
 
 
 def start(folder: str) -> None:
     """Records this process, from the moment that it has imported jax."""
     append(folder, {"event": "python"})
-    when_imported("jax", lambda: _record(folder))
+    when_jax_is_imported(lambda: _record(folder))
 
 
 def append(folder: str, event: dict[str, Any]) -> None:
@@ -38,18 +39,34 @@ def append(folder: str, event: dict[str, Any]) -> None:
         pass
 
 
-def when_imported(name: str, then: Callable[[], None]) -> Callable[[], object]:
-    """Calls `then` as soon as a module has been imported; now, where it has been.
+def when_jax_is_imported(then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` as soon as jax has been imported; now, where it has been.
+
+    Where our own code is what imports it, that must be whole before `then` can use it.
 
     Returns:
       What stops waiting for it.
     """
-    finder = _Finder(name, then)
-    if name in sys.modules:
+    if "jax" in sys.modules:
         then()
-    else:
-        sys.meta_path.insert(0, finder)
-    return finder.stop
+        return lambda: None
+    finders: list[_Finder] = []
+
+    def stop() -> None:
+        for finder in finders:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+
+    def begin() -> None:
+        stop()
+        then()
+
+    finders += [
+        _Finder("jax", lambda: None if _OURS in sys.modules else begin()),
+        _Finder(_OURS, begin),
+    ]
+    sys.meta_path[:0] = finders
+    return stop
 
 
 def _record(folder: str) -> None:
@@ -102,15 +119,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                if self.stop():
+                if self in sys.meta_path:
                     self._then()
 
             loader.exec_module = exec_module
         return spec
-
-    def stop(self) -> bool:
-        """Whether this was waiting until now."""
-        waiting = self in sys.meta_path
-        if waiting:
-            sys.meta_path.remove(self)
-        return waiting

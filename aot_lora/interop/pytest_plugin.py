@@ -134,14 +134,14 @@ class _Lock:
     """Holds each phase of each test against the lock, from jax's import on."""
 
     def __init__(self, lock: CaptureLock, name: str) -> None:
-        from aot_lora.capture.bootstrap import when_imported
+        from aot_lora.capture.bootstrap import when_jax_is_imported
 
         self._lock = lock
         self._held = lock.counts()
         self._name = name
         self._seen: list[Watched] = []
         self._open = ExitStack()
-        self._open.callback(when_imported("jax", self._begin))
+        self._open.callback(when_jax_is_imported(self._begin))
 
     def _begin(self) -> None:
         import jax
