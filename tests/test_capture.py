@@ -162,6 +162,31 @@ def test_a_program_of_our_own_is_recorded_as_well(capture: Capture) -> None:
     assert capture("--format json", text).report["compiles"] == 1
 
 
+def test_a_lock_that_would_not_be_whole_is_not_written(capture: Capture) -> None:
+    text = f"{STEP}import aot_lora.capture.child as c\nmain(3)\nc.describe = None\nmain(4)"
+    done = capture("-o part.lock --format json", text)
+
+    assert done.code == errors.EXIT_UNSUPPORTED
+    assert done.report["compiles"] == 1
+    assert "not wholly, recorded: cannot describe a compile: TypeError: 'NoneType'" in done.err
+    assert "part.lock is left as it was" in done.err
+    assert not Path("part.lock").exists()
+
+
+def test_what_comes_more_often_than_in_the_lock_is_named(capture: Capture) -> None:
+    """The program's last line of output is open, and the report on a line of its own."""
+    again = "print('done', end='')\nfor _ in range(int(sys.argv[1])): jax.jit(lambda x: -x)(1.0)\n"
+    assert capture("-o one.lock", STEP + again, "1").code == 0
+    done = capture("--against one.lock --format json", STEP + again, "3")
+
+    assert done.code == errors.EXIT_CHECK
+    (new,) = done.report["new"]
+    assert new["why"] == (
+        "3 times in one process, the lock holds 1: the same program again: its function is a new"
+        " object (jax.jit inside of a loop or call?)"
+    )
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(sent: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(
@@ -244,9 +269,9 @@ def test_a_run_that_could_not_be_recorded_says_so(
     done = capture("-o none.lock", text, python=python)
 
     assert done.code == (errors.EXIT_UNSUPPORTED if "cannot" in why else errors.EXIT_CHECK)
-    assert "0 compiles and 0 cache hits of 0 programs" in done.out
+    assert "0 compiles and 0 cache hits of 0 programs in 0 processes" in done.out
     assert f"nothing was recorded: {why}" in done.err
-    assert "the lock is left as it was" in done.err
+    assert "none.lock is left as it was" in done.err
     assert not Path("none.lock").exists()
 
 

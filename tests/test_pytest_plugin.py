@@ -114,7 +114,7 @@ def test_of_the_fixture_alone(warm, n):
         """
         forbid_compile of test_forbidden, called from test_it.py:15: refused to compile `double`
         found: x: f32[4], shape was [3]
-        forbid_compile refused 1 compiles, and the test went on:
+        forbid_compile refused 1 compile, and the test went on:
         forbid_compile of test_swallowed, called from test_it.py:19: refused to compile `double`
         2 programs compiled, @pytest.mark.compiles(max=1) allows 1:
         1. double (test_it.py:5) for x: f32[6], n=2
@@ -122,7 +122,7 @@ def test_of_the_fixture_alone(warm, n):
         2. double (test_it.py:5) for x: f32[3], n=3
         n: static value 3, was 2
         ZeroDivisionError
-        1 programs compiled, @pytest.mark.compiles(max=0) allows 0:
+        1 program compiled, @pytest.mark.compiles(max=0) allows 0:
         nothing by this name was compiled before
         the same program again: its function is a new object (jax.jit inside of a loop or call?)
         """,
@@ -182,10 +182,10 @@ def test_with_a_lock_a_run_compiles_what_the_lock_holds_and_nothing_else(
     lines_in(
         result,
         """
-        1 programs compiled while tests were collected, or between them are not in the lock
+        1 program compiled while tests were collected, or between them, not in the lock
         x: f32[9], shape was [3]
         called from test_it.py:14 <module>
-        1 programs compiled by the test are not in the lock tests.lock:
+        1 program compiled by the test, not in the lock tests.lock:
         1. double (test_it.py:5) for x: f32[5], n=2
         nearest in the lock: x: f32[4], n=2
         x: f32[5], shape was [4]

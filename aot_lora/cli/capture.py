@@ -27,6 +27,12 @@ _ROWS = 20
 _FUNCTIONS = 6  # whose repeats are shown
 _REPEATS = 4
 _NEW = 10
+_COUNTED = {
+    "compiles": "compile",
+    "cache_hits": "cache hit",
+    "programs": "program",
+    "processes": "process",
+}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -64,23 +70,28 @@ def command(
         _keep(found, Path(records))
     new = unheld(lock, found) if lock else ()
     _report(found, new, lock, form, code)
-    if output and not found.obstacle:
+    gaps = _gaps(found)
+    if output and gaps:
+        note(f"{output} is left as it was")
+    elif output:
         write(lock_of(found), Path(output))
         until = f"; only up to the end of the command, by exit code {code}" if code else ""
         note(f"wrote {output}{until}")
-    return code or _verdict(found, new, locked=bool(output or against))
+    if code:
+        return code
+    if gaps and (output or against):
+        return errors.EXIT_UNSUPPORTED if found.troubles else errors.EXIT_CHECK
+    return errors.EXIT_CHECK if new else errors.EXIT_OK
 
 
-def _verdict(found: Records, new: Sequence[Unheld], *, locked: bool) -> int:
+def _gaps(found: Records) -> bool:
+    """Says what was not recorded; whether there was such a thing."""
     if found.obstacle:
-        kept = "; the lock is left as it was" if locked else ""
-        note(f"aot-lora: nothing was recorded: {found.obstacle}{kept}")
-    else:
-        for trouble in found.troubles:
-            note(f"aot-lora: a process was not, or not wholly, recorded: {trouble}")
-    if found.troubles and locked:
-        return errors.EXIT_UNSUPPORTED
-    return errors.EXIT_CHECK if new or (found.obstacle and locked) else errors.EXIT_OK
+        note(f"aot-lora: nothing was recorded: {found.obstacle}")
+        return True
+    for trouble in found.troubles:
+        note(f"aot-lora: a process was not, or not wholly, recorded: {trouble}")
+    return bool(found.troubles)
 
 
 def _keep(found: Records, path: Path) -> None:
@@ -117,6 +128,7 @@ def _report(
         "seconds": round(sum(one.seconds for one in found.compiles), 6),
     }
     if form == "json":
+        sys.stdout.write("\n")  # The command may have left its last line open.
         emit(
             {
                 **totals,
@@ -130,12 +142,9 @@ def _report(
         return
     _say_functions(functions)
     jax = f"; jax {', '.join(found.jax)}" if found.jax else ""
+    made = [_count(totals[name], noun) for name, noun in _COUNTED.items()]
     odd = "".join(f", {totals[name]} {name}" for name in ("failed", "unfinished") if totals[name])
-    print(
-        f"{totals['compiles']} compiles and {totals['cache_hits']} cache hits of"
-        f" {totals['programs']} programs in {totals['processes']} processes{odd},"
-        f" {totals['seconds']:.2f} s{jax}"
-    )
+    print(f"{made[0]} and {made[1]} of {made[2]} in {made[3]}{odd}, {totals['seconds']:.2f} s{jax}")
     if lock is not None:
         _say_new(told, found, lock)
     sys.stdout.flush()
@@ -177,9 +186,9 @@ def _say_functions(functions: Sequence[FunctionSummary]) -> None:
 
 def _say_new(told: Sequence[New], found: Records, lock: CaptureLock) -> None:
     if not told:
-        print(f"all in the lock, which holds {len(lock.compiles)} programs")
+        print(f"all in the lock, which holds {_count(len(lock.compiles), 'program')}")
         return
-    print(f"{len(told)} programs are not in the lock:")
+    print(f"{_count(len(told), 'program')} not in the lock:")
     for one in told[:_NEW]:
         print("\n".join(f"  {line}" for line in one.lines()))
     if len(told) > _NEW:
@@ -192,6 +201,11 @@ def _say_new(told: Sequence[New], found: Records, lock: CaptureLock) -> None:
     if len(told) == len(lock_of(found).compiles) and lock.compiles:
         print("  nothing of this run is in the lock: is it the lock of another program?")
     print("  next: undo what compiles them, or accept with `aot-lora capture -o`")
+
+
+def _count(number: float, noun: str) -> str:
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def _nth(number: int) -> str:

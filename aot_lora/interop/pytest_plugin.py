@@ -93,7 +93,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
             pytest.fail(text, pytrace=False)
     swallowed = [one.refusal for one in item.stash.get(_refusals, []) if one.refusal]
     if swallowed:
-        text = f"forbid_compile refused {len(swallowed)} compiles, and the test went on:"
+        text = f"forbid_compile refused {_count(swallowed, 'compile')}, and the test went on:"
         pytest.fail("\n".join([text, *swallowed]), pytrace=False)
     return result
 
@@ -119,8 +119,12 @@ def _too_many(seen: Sequence[Watched], limit: int) -> str:
     made = [one for one in seen if not one.refusal]
     if len(made) <= limit:
         return ""
-    head = f"{len(made)} programs compiled, @pytest.mark.compiles(max={limit}) allows {limit}:"
+    head = f"{_count(made, 'program')} compiled, @pytest.mark.compiles(max={limit}) allows {limit}:"
     return "\n".join([head, *_numbered([one.lines() for one in made])])
+
+
+def _count(items: Sequence[object], noun: str) -> str:
+    return f"{len(items)} {noun}" + ("" if len(items) == 1 else "s")
 
 
 def _numbered(items: Sequence[Sequence[str]]) -> list[str]:
@@ -210,7 +214,7 @@ class _Lock:
         )
         return "\n".join(
             [
-                f"{len(told)} programs compiled {by} are not in the lock {self._name}:",
+                f"{_count(told, 'program')} compiled {by}, not in the lock {self._name}:",
                 *_numbered(told),
                 "  next: undo what compiles them, or accept with"
                 f" `aot-lora capture -o {self._name} -- python -m pytest ...`{versions}",
