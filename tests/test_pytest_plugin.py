@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from aot_lora.cli.main import run as cli
+
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[1]
@@ -167,16 +169,13 @@ def test_with_a_lock_a_run_compiles_what_the_lock_holds_and_nothing_else(
 ) -> None:
     """The lock is one of `aot-lora capture`: both see the same fingerprints. With xdist too."""
     pytester.makepyfile(test_it=TESTS + HELD)
-    pytest_ = [sys.executable, "-m", "pytest", "-q"]
-    done = pytester.run(
-        sys.executable, "-m", "aot_lora", "capture", "-o", "tests.lock", "--", *pytest_
-    )
-    assert done.ret == 0
+    assert cli(["capture", "-o", "tests.lock", "--", sys.executable, "-m", "pytest"]) == 0
     assert len(json.loads(Path("tests.lock").read_text())["compiles"]) == 3
 
-    options = ["--aot-lora-lock", "tests.lock", "-p", "xdist", "-n", "1"]
+    options = ["--aot-lora-lock", "tests.lock"]
     run(pytester, HELD, *options).assert_outcomes(passed=2)
-    result = run(pytester, HELD.replace("ones(3", "ones(9").replace("ones(4", "ones(5"), *options)
+    changed = HELD.replace("ones(3", "ones(9").replace("ones(4", "ones(5")
+    result = run(pytester, changed, *options, "-p", "xdist", "-n", "1")
     # What collecting compiled is the first test's error.
     result.assert_outcomes(failed=1, errors=1)
     lines_in(

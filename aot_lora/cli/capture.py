@@ -62,13 +62,14 @@ def command(
     for path in filter(None, (output, records)):
         if not Path(path).absolute().parent.is_dir():
             raise errors.ConfigError("its folder is not there", where=path)
-    with tempfile.TemporaryDirectory(prefix="aot-lora-capture-") as folder:
+    # A process that outlives the command may still write.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         code = run_recorded(command, Path(folder))
         found = read_records(Path(folder))
     sys.stdout.flush()
     if records:
         _keep(found, Path(records))
-    new = unheld(lock, found) if lock else ()
+    new = () if lock is None else unheld(lock, found)
     _report(found, new, lock, form, code)
     gaps = _gaps(found)
     if output and gaps:
@@ -115,7 +116,7 @@ def _report(
         from aot_lora.capture.summary import by_function  # These load jax.
 
         functions = by_function(found.compiles)
-    if lock and new:
+    if lock is not None:
         told = [_told(one, lock) for one in new]
     outcomes = [one.outcome for one in found.compiles]
     totals = {
@@ -135,7 +136,7 @@ def _report(
                 "jax": list(found.jax),
                 "exit_code": code,
                 "functions": [asdict(one) for one in functions],
-                "new": [asdict(one) for one in told] if lock else None,
+                "new": None if lock is None else [asdict(one) for one in told],
                 "troubles": list(filter(None, [*found.troubles, found.obstacle])),
             }
         )
