@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "bool": "pred", "complex": "c"}
 
+_LONG = {short: long for long, short in _SHORT.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
@@ -21,6 +23,15 @@ class ArraySpec:
         short = _SHORT.get(letters, letters) + self.dtype[len(letters) :]
         weak = "~" if self.weak_type else ""
         return f"{weak}{short}[{','.join(map(str, self.shape))}]"
+
+    @classmethod
+    def parse(cls, text: str, *, name: str = "") -> ArraySpec:
+        """The array that reads so."""
+        short, _, sizes = text.removeprefix("~").rstrip("]").rpartition("[")
+        letters = short.rstrip("0123456789")
+        dtype = _LONG.get(letters, letters) + short[len(letters) :]
+        shape = tuple(int(size) for size in sizes.split(",") if size)
+        return cls(shape=shape, dtype=dtype, weak_type=text.startswith("~"), name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

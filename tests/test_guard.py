@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aot_lora import _jax_compat, allow_compile, forbid_compile
+from aot_lora import allow_compile, forbid_compile
+from aot_lora._jax_compat import hooks
 from aot_lora.errors import RecompileError
 from aot_lora.runtime import guard
 from aot_lora.signature import ArraySpec, Signature
@@ -29,19 +30,19 @@ def fresh() -> Callable[[Any], Any]:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def compiled() -> Iterator[list[str]]:
     """Names of what reaches the compiler."""
     seen: list[str] = []
-    inner = _jax_compat.compile_hook()
 
-    def spy(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
-        seen.append(_jax_compat.computation_text(computation)[0])
+    def spy(
+        inner: Callable[..., Any], backend: Any, computation: Any, *rest: Any, **named: Any
+    ) -> Any:
+        seen.append(hooks.computation_text(computation)[0])
         return inner(backend, computation, *rest, **named)
 
-    monkeypatch.setattr(guard, "_compile", None)
-    _jax_compat.set_compile_hook(spy)
+    hooks.add_compile_hook(spy)
     yield seen
-    _jax_compat.set_compile_hook(inner)
+    hooks.remove_compile_hook(spy)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +118,11 @@ def test_seals_may_end_in_any_order() -> None:
 
 
 def test_an_error_inside_lifts_the_seal() -> None:
-    before = _jax_compat.compile_hook()
+    before = hooks.compile_function()
     with pytest.raises(ZeroDivisionError), forbid_compile():
         raise ZeroDivisionError
 
-    assert _jax_compat.compile_hook() is before
+    assert hooks.compile_function() is before
     jax.jit(fresh())(X)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from aot_lora import _jax_compat, forbid_compile
+from aot_lora._jax_compat import stack
 from aot_lora.errors import RecompileError
 from aot_lora.runtime import differences, guard
 from aot_lora.signature import ArraySpec, Signature
@@ -560,7 +561,7 @@ def test_a_stored_executable_is_for_the_first_device() -> None:
         (_jax_compat, "_call"),
         (differences, "nearest"),
         (differences, "compare"),
-        (guard, "_caller"),
+        (stack, "caller"),
     ],
 )
 def test_a_failure_while_explaining_leaves_the_plain_refusal(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aot_lora import _jax_compat
+from aot_lora._jax_compat import hooks
 from aot_lora.errors import ProgramError
 
 F32 = jax.ShapeDtypeStruct((4,), "float32")
@@ -139,11 +140,10 @@ def test_a_callback_is_refused_even_where_tracing_did_not_look() -> None:
 
 
 def test_the_compile_hook_sees_every_compile_and_its_text() -> None:
-    real = _jax_compat.compile_hook()
     seen: list[tuple[str, tuple[str, ...]]] = []
 
-    def spy(backend: Any, computation: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(_jax_compat.computation_text(computation))
+    def spy(real: Any, backend: Any, computation: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(hooks.computation_text(computation))
         return real(backend, computation, *args, **kwargs)
 
     def ahead(x: Any, y: Any) -> Any:
@@ -153,30 +153,23 @@ def test_the_compile_hook_sees_every_compile_and_its_text() -> None:
         return x @ y - 2
 
     args = (np.zeros((2, 3), "float32"), np.zeros(3, "float32"))
-    _jax_compat.set_compile_hook(spy)
-    try:
+    with hooks.compile_hook(spy):
         jax.jit(ahead).lower(*args).compile()
         jax.jit(at_once)(*args)
-    finally:
-        _jax_compat.set_compile_hook(real)
 
     assert seen == [(f"jit_{name}", ("f32[2,3]", "f32[3]")) for name in ("ahead", "at_once")]
 
 
 def seen_by_the_hook(work: Callable[[], Any]) -> Any:
     """What `calls_at_hand` finds for the last compile of `work`."""
-    real = _jax_compat.compile_hook()
     seen: list[Any] = []
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
+    def spy(real: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(_jax_compat.calls_at_hand())
         return real(*args, **kwargs)
 
-    _jax_compat.set_compile_hook(spy)
-    try:
+    with hooks.compile_hook(spy):
         work()
-    finally:
-        _jax_compat.set_compile_hook(real)
     return seen[-1]
 
 
@@ -234,19 +227,15 @@ def test_looking_at_the_calls_traces_and_lowers_nothing() -> None:
     f(np.ones(2))
     sizes: list[Any] = []
 
-    def look(*args: Any, **kwargs: Any) -> Any:
+    def look(real: Any, *args: Any, **kwargs: Any) -> Any:
         before = [c.cache_info().misses for c in (pjit._pjit_lower, pjit._infer_params_cached)]
         _jax_compat.calls_at_hand()
         after = [c.cache_info().misses for c in (pjit._pjit_lower, pjit._infer_params_cached)]
         sizes.append((before, after))
         return real(*args, **kwargs)
 
-    real = _jax_compat.compile_hook()
-    _jax_compat.set_compile_hook(look)
-    try:
+    with hooks.compile_hook(look):
         f(np.ones(3))
-    finally:
-        _jax_compat.set_compile_hook(real)
 
     assert sizes
     assert all(before == after for before, after in sizes)
@@ -275,3 +264,25 @@ def test_a_signature_is_the_call_that_it_was_warmed_for() -> None:
 
     assert [(a.spec.name, a.donated) for a in call.arguments] == [("x", True), ("y", False)]
     assert call.tree == lowered.in_tree
+
+
+def test_hooks_go_in_any_order_and_leave_jax_as_it_was() -> None:
+    before, seen = hooks.compile_function(), []
+
+    def spy(name: str) -> Callable[..., Any]:
+        def hook(real: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return real(*args, **kwargs)
+
+        return hook
+
+    first, second = spy("first"), spy("second")
+    hooks.add_compile_hook(first)
+    hooks.add_compile_hook(second)
+    jax.jit(lambda x: x - 41)(np.ones(2))
+    hooks.remove_compile_hook(first)
+    jax.jit(lambda x: x - 42)(np.ones(2))
+    hooks.remove_compile_hook(second)
+
+    assert seen == ["second", "first", "second"]
+    assert hooks.compile_function() is before

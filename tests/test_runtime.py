@@ -23,6 +23,7 @@ from serving import (
 )
 
 from aot_lora import Runtime, _jax_compat, errors
+from aot_lora._jax_compat import hooks
 from aot_lora.adapters import pack_arrays
 from aot_lora.cli.main import run
 from aot_lora.errors import CoverageError, OutOfPlanError, UnsupportedError
@@ -235,14 +236,14 @@ def test_the_first_target_that_fits_is_served(copy: Path) -> None:
 
 
 def test_closing_lifts_the_seal_once(served: Path) -> None:
-    before = _jax_compat.compile_hook()
+    before = hooks.compile_function()
     first, second = Runtime.open(served), Runtime.open(served)
     first.close()
     first.close()
     with pytest.raises(errors.RecompileError, match=r"sealed by Runtime.open\(.*served.yaml"):
         jax.jit(lambda x: x - 3)(np.ones(3))
     second.close()
-    assert _jax_compat.compile_hook() is before
+    assert hooks.compile_function() is before
 
 
 # --- Applying: against the definition, in float32 -----------------------------------------------

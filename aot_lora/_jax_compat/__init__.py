@@ -1,8 +1,9 @@
 """The only package that touches private JAX names. Works on jax 0.10.2 up to 0.12.
 
 Everything that a release of JAX may move stands here and in the files beside: `constants` (what a
-function closes over), `dispatch` (calls of `aot_lora.jit`), `donation` (what a call takes over),
-`layouts` and `placement` (layouts and shardings as text) and `trees` (pytrees as text). Tests run
+function closes over), `described` (calls as JSON), `dispatch` (calls of `aot_lora.jit`), `donation`
+(what a call takes over), `hooks` (compiles on their way to XLA), `layouts` and `placement` (layouts
+and shardings as text), `stack` (who asked for a compile) and `trees` (pytrees as text). Tests run
 all of it on each supported release.
 """
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -14,7 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -267,31 +268,6 @@ def _aval(spec: ArraySpec) -> Any:
     return core.ShapedArray(spec.shape, jax.numpy.dtype(spec.dtype), weak_type=spec.weak_type)
 
 
-def compile_hook() -> Callable[..., Any]:
-    """The one function through which every compile of the process passes, on its way to XLA."""
-    return compiler.compile_or_get_cached
-
-
-def set_compile_hook(function: Callable[..., Any]) -> None:
-    """Replaces it. Called with (backend, computation, ...); its result is the executable."""
-    compiler.compile_or_get_cached = function
-
-
-def computation_text(computation: Any) -> tuple[str, tuple[str, ...]]:
-    """The name and the argument types of a module on its way to XLA."""
-    name = str(computation.operation.attributes["sym_name"]).strip('"')
-    for operation in computation.body.operations:
-        if operation.name in ("main", '"main"') or str(operation.name).strip('"') == "main":
-            return name, tuple(_type_text(kind) for kind in operation.type.inputs)
-    return name, ()
-
-
-def _type_text(kind: Any) -> str:
-    text = str(kind).removeprefix("tensor<").removesuffix(">")
-    *sizes, dtype = text.split("x")
-    return f"{dtype}[{','.join(sizes)}]"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
     """One flattened argument of a call.
@@ -325,6 +301,7 @@ class Call:
       arguments: flattened.
       results: types, in order.
       tree: the pytree of ((arguments), {keywords}), static ones left out.
+      out_tree: of the results.
       static: values of the static arguments, by name.
       options: what else JAX distinguishes: donation is with the arguments, the rest is here.
       context: JAX's options and context managers that a trace depends on.
@@ -337,6 +314,7 @@ class Call:
     place: str = ""
     results: tuple[str, ...] | None = None
     tree: Any = None
+    out_tree: Any = None
     static: Mapping[str, Any] | None = None
     options: Mapping[str, Any] | None = None
     context: Mapping[str, Any] | None = None
@@ -368,26 +346,32 @@ def call_of_signature(signature: Signature) -> Call:
     )
 
 
-def calls_at_hand() -> tuple[Call | None, tuple[Call, ...]]:
+def calls_at_hand(*, earlier: bool = True) -> tuple[Call | None, tuple[Call, ...]]:
     """The call whose compile is under way, and earlier ones of that function that were compiled.
 
     For use inside the compile hook. The call is found on this thread's stack: JAX hands the hook
     no more than MLIR. What was compiled is in the keys of two caches of JAX. Functions are told
     apart by name and source line, so that one defined anew on each call is still found.
 
+    Args:
+      earlier: whether to look for those; costs as much as there are of them.
+
     Returns:
       (None, ()) where this release of JAX comes to its compiler by another way.
     """
-    computation, values = _under_way()
+    computation, values, lowered, traced_as = _under_way()
     if computation is None:
         return None, ()
     context = jax_config.trace_context()
     this: tuple[Any, dict[str, Any]] | None = None
     others: list[tuple[Any, dict[str, Any], Any]] = []
     for ref, seen, fields, named in pjit._pjit_lower.cache_keys():
-        jaxpr, key = ref(), dict(zip(_LOWERING, fields, strict=True))
-        if jaxpr is None or f"jit({key['name']})" != computation._name:
+        jaxpr = ref()
+        if jaxpr is None or f"jit({fields[_NAME]})" != computation._name:
             continue
+        if not earlier and traced_as is not None and jaxpr is not traced_as:
+            continue
+        key = dict(zip(_LOWERING, fields, strict=True))
         if seen != context:
             others.append((jaxpr, key, seen))
             continue
@@ -396,13 +380,17 @@ def calls_at_hand() -> tuple[Call | None, tuple[Call, ...]]:
         lowering = pjit._pjit_lower(jaxpr, *fields, **named)
         if lowering is computation:
             this = jaxpr, key
+            if not earlier:
+                break
         elif lowering._executable is not None:
             others.append((jaxpr, key, seen))
     if this is None:  # Lowered under other options than it is compiled under.
-        return _call_of_lowering(computation), ()
+        return _call_of_lowering(computation, lowered), ()
     source = this[0].debug_info.func_src_info
-    traced = _traced(source, context)
-    found = _call(this[0], this[1], context, traced, values)
+    traced = _traced(source, context, only=None if earlier else this[0])
+    found = _with_trees(_call(this[0], this[1], context, traced, values), lowered)
+    if not earlier:
+        return found, ()
     return found, tuple(
         _call(jaxpr, key, seen, traced, None)
         for jaxpr, key, seen in others
@@ -423,20 +411,32 @@ _LOWERING: tuple[str, ...] = (
     "inline",
     "compiler_options_kvs",
 )
+_NAME = _LOWERING.index("name")
 _OPTIONS = ("out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "keep_unused", "inline")
 
 
-def _under_way() -> tuple[Any, Sequence[Any] | None]:
-    """The computation that this thread compiles, and the values it was called with."""
+def _under_way() -> tuple[Any, Sequence[Any] | None, Any, Any]:
+    """The computation that this thread compiles; the values it was called with, or instead of those
+    the `jax.stages.Lowered` that is compiled; and what it was traced to, where that is at hand."""
     compiles = pxla.MeshComputation.compile.__code__
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not compiles:
         frame = frame.f_back
     if frame is None:
-        return None, None
-    above = frame.f_back
-    called = above is not None and above.f_code is pjit._pjit_call_impl_python.__code__
-    return frame.f_locals["self"], above.f_locals["args"] if above and called else None
+        return None, None, None, None
+    computation, above = frame.f_locals["self"], frame.f_back
+    if above is not None and above.f_code is pjit._pjit_call_impl_python.__code__:
+        given = above.f_locals
+        return computation, given["args"], None, given["jaxpr"]
+    if above is not None and above.f_code is stages.Lowered.compile.__code__:
+        return computation, None, above.f_locals["self"], None
+    return computation, None, None, None
+
+
+def _with_trees(call: Call, lowered: Any) -> Call:
+    if lowered is None:
+        return call
+    return replace(call, tree=lowered.in_tree, out_tree=lowered.out_tree)
 
 
 class _Traced:
@@ -445,6 +445,7 @@ class _Traced:
     def __init__(self, function: Any, info: Any, signature: Any, params: Any) -> None:
         self.function = function
         self.tree = params.in_tree
+        self.out_tree = params.out_tree
         parameters = dict(info.fun_signature.parameters if info.fun_signature else {})
         names = list(parameters)
         # Values by position come first, then those by keyword, whose names stand beside.
@@ -462,18 +463,32 @@ class _Traced:
         self.static = defaults | given
 
 
-def _traced(source: Any, context: Any) -> dict[int, _Traced]:
-    """The traces of the functions of that source line, by the identity of their jaxpr."""
+def _traced(source: Any, context: Any, only: Any = None) -> dict[int, _Traced]:
+    """The traces of the functions of that source line, by the identity of their jaxpr.
+
+    Args:
+      source: the line.
+      context: only keys of this context can be looked up without tracing.
+      only: stops at that jaxpr; a function may have been traced a thousand times.
+    """
     found: dict[int, _Traced] = {}
-    for ref, seen, fields, named in pjit._infer_params_cached.cache_keys():
-        function = ref()
-        # Only keys of this context can be looked up without tracing.
-        if function is None or seen != context or fields[0].fun_sourceinfo != source:
-            continue
+    keys = [
+        (function, fields, named)
+        for ref, seen, fields, named in pjit._infer_params_cached.cache_keys()
+        if seen == context
+        and fields[0].fun_sourceinfo == source
+        and (function := ref()) is not None
+    ]
+    if only is not None:  # The likely ones first.
+        avals = tuple(only.in_avals)
+        keys.sort(key=lambda key: avals[len(avals) - len(key[1][2]) :] != tuple(key[1][2]))
+    for function, fields, named in keys:
         params = pjit._infer_params_cached(function, *fields, **named).pjit_params
         if params is not None:
             jaxpr = params.params["jaxpr"]
             found[id(jaxpr)] = _Traced(function, fields[0], fields[1], params)
+            if jaxpr is only:
+                break
     return found
 
 
@@ -497,6 +512,7 @@ def _call(
         arguments=tuple(_argument(*part) for part in parts),
         results=tuple(str(_tolerant_spec(aval, "")) for aval in jaxpr.out_avals),
         tree=traced and traced.tree,
+        out_tree=traced and traced.out_tree,
         static=traced and traced.static,
         options={name: key[name] for name in _OPTIONS} | dict(key["compiler_options_kvs"]),
         context=dict(zip(context_names, context, strict=True)),
@@ -505,19 +521,27 @@ def _call(
     )
 
 
-def _call_of_lowering(computation: Any) -> Call | None:
-    info = computation.compile_args.get("all_args_info")
+def _call_of_lowering(computation: Any, lowered: Any) -> Call | None:
+    """The call of a lowering whose trace nobody holds any more."""
+    given = computation.compile_args
+    info = given.get("all_args_info")
     if info is None:
         return None
     names = _padded(info.debug_info.arg_names, len(info.in_avals))
-    return Call(
+    shardings = dict(zip(sorted(given["kept_var_idx"]), given["in_shardings"], strict=False))
+    leaves = tree_util.tree_leaves(lowered.args_info) if lowered else []
+    donated = [leaf.donated for leaf in leaves] if len(leaves) == len(names) else []
+    call = Call(
         function=computation._name.removeprefix("jit(").removesuffix(")"),
         place=(info.debug_info.func_src_info or "").partition(" at ")[2],
         arguments=tuple(
-            Argument(spec=_tolerant_spec(aval, str(name or "")))
-            for aval, name in zip(info.in_avals, names, strict=True)
+            _argument(
+                aval, name and str(name), shardings.get(i), None, bool(donated and donated[i])
+            )
+            for i, (aval, name) in enumerate(zip(info.in_avals, names, strict=True))
         ),
     )
+    return _with_trees(call, lowered)
 
 
 def _padded(items: Sequence[Any] | None, count: int) -> list[Any]:

@@ -16,6 +16,7 @@ _VERBS = {
     "fit": "Token buckets that pad recorded traffic the least.",
     "warmup": "Compile what is missing into the store.",
     "check": "Compare traces with the lock beside the config.",
+    "capture": "Run any program, record what JAX compiles in it, compare with a lock.",
     "inspect": "Show what the store holds for a config, or one artifact.",
     "verify": "Check that the stored artifacts are whole and fit this host.",
     "autotune": "Record what a GPU chooses, for warming up without it.",

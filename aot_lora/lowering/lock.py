@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -134,17 +135,35 @@ def read_lock(path: Path) -> Lock:
     Raises:
       CheckFailed: there is none; ConfigError: it cannot be read or is of another format.
     """
+    return read_as(Lock, path, format=FORMAT, writer="aot-lora check --update")
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_as(model: type[_Model], path: Path, *, format: int, writer: str) -> _Model:
+    """Reads a file of JSON that is checked in, of whatever kind.
+
+    Args:
+      model: what it has to be.
+      path: the file.
+      format: the number that stands in it.
+      writer: the command that writes it.
+
+    Raises:
+      CheckFailed: there is none; ConfigError: it cannot be read or is of another format.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckFailed(
             "there is no lock",
             where=str(path),
-            next_step="write it with `aot-lora check --update` and check it in",
+            next_step=f"write it with `{writer}` and check it in",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the lock cannot be read: {error}", where=str(path)) from None
-    step = "mend it, or write it anew with `aot-lora check --update`"
+    step = f"mend it, or write it anew with `{writer}`"
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -155,16 +174,16 @@ def read_lock(path: Path) -> Lock:
             next_step=step,
         ) from None
     found = value.get("format") if isinstance(value, dict) else None
-    if found != FORMAT:
+    if found != format:
         raise ConfigError(
             "the lock has another format",
             where=str(path),
-            expected=f"format {FORMAT}",
+            expected=f"format {format}",
             found=f"format {found}",
-            next_step="use the aot-lora that wrote it, or write it anew with --update",
+            next_step=f"use the aot-lora that wrote it, or write it anew with `{writer}`",
         )
     try:
-        return Lock.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         place = ".".join(map(str, problem["loc"]))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
-import jax
-
 from aot_lora import _jax_compat
+from aot_lora._jax_compat import hooks, stack
 from aot_lora.errors import RecompileError
 from aot_lora.runtime import differences
 from aot_lora.signature import Signature
@@ -24,7 +19,6 @@ Variants = Mapping[str, Signature]
 
 _lock = threading.Lock()
 _seals: list[tuple[str, Variants]] = []
-_compile: Callable[..., Any] | None = None
 _allowed: list[Allowed] = []
 # (thread, reason) of each open `allow_compile`. The thread is kept because a context is copied
 # into other threads (asyncio.to_thread), which stay sealed; a context and not a thread's local,
@@ -49,22 +43,18 @@ def seal(reason: str, variants: Variants | None = None) -> None:
       reason: who seals, for the error's text.
       variants: what is warmed, by variant name: an error names the nearest. Dropped by `unseal`.
     """
-    global _compile
     with _lock:
         _seals.append((reason, variants or {}))
-        if _compile is None:
-            _compile = _jax_compat.compile_hook()
-            _jax_compat.set_compile_hook(_guard)
+        if len(_seals) == 1:
+            hooks.add_compile_hook(_guard)
 
 
 def unseal(reason: str) -> None:
     """Takes back one `seal`; compiling is allowed again once none is left."""
-    global _compile
     with _lock:
         del _seals[[name for name, _ in _seals].index(reason)]
-        if not _seals and _compile is not None:
-            _jax_compat.set_compile_hook(_compile)
-            _compile = None
+        if not _seals:
+            hooks.remove_compile_hook(_guard)
 
 
 @contextmanager
@@ -113,17 +103,18 @@ def is_allowed() -> bool:
     return any(thread == threading.get_ident() for thread, _ in _passes.get())
 
 
-def _guard(backend: Any, computation: Any, *rest: Any, **named: Any) -> Any:
+def _guard(
+    inner: Callable[..., Any], backend: Any, computation: Any, *rest: Any, **named: Any
+) -> Any:
+    __tracebackhide__ = True  # pytest shows the caller's line instead
     here = threading.get_ident()
     reasons = [reason for thread, reason in _passes.get() if thread == here]
     if not reasons:
         raise _refusal(computation)
-    # Another thread may have lifted the seal just now: then JAX's own function is back in place.
-    inner = _compile or _jax_compat.compile_hook()
     start = time.perf_counter()
     executable = inner(backend, computation, *rest, **named)
     seconds = time.perf_counter() - start
-    function = _jax_compat.computation_text(computation)[0].removeprefix("jit_")
+    function = hooks.computation_text(computation)[0].removeprefix("jit_")
     with _lock:
         _allowed.append(Allowed(function, reasons[-1], seconds))
     return executable
@@ -137,7 +128,7 @@ def _refusal(computation: Any) -> RecompileError:
         return _explained(reason, seals)
     except Exception:  # Whatever JAX has moved: the refusal itself must still be what is raised.
         pass
-    name, arguments = _jax_compat.computation_text(computation)
+    name, arguments = hooks.computation_text(computation)
     return RecompileError(
         f"refused to compile `{name}`",
         where=reason,
@@ -168,10 +159,10 @@ def _explained(reason: str | None, seals: list[tuple[str, Variants]]) -> Recompi
     call, earlier = _jax_compat.calls_at_hand()
     if call is None:
         raise LookupError("no call on the stack")
-    place, eager = _caller()
+    place, eager = stack.caller()
     name = f"`{call.function}`"
-    if call.place and not _is_jax(call.place):
-        name += f" ({_short_path(call.place)})"
+    if call.place and not stack.is_jax(call.place):
+        name += f" ({stack.short_path(call.place)})"
     elif eager and eager != call.function:
         name += f" for `{eager}`"
     variants = [item for _, known in reversed(seals) for item in known.items()]
@@ -210,36 +201,3 @@ def _explained(reason: str | None, seals: list[tuple[str, Variants]]) -> Recompi
         found=found,
         next_step=next_step,
     )
-
-
-_JAX = str(Path(jax.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_PYTHON = str(Path(os.__file__).parent) + os.sep
-
-
-def _is_jax(place: str) -> bool:
-    return place.startswith(_JAX)
-
-
-def _is_library(file: str) -> bool:
-    in_python = file.startswith((_PYTHON, "<frozen")) and "site-packages" not in file
-    return file.startswith((_JAX, _OURS)) or in_python
-
-
-def _caller() -> tuple[str, str]:
-    """The user's line that led here, ``file:line``, and the function of JAX that it called."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    called = ""
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        name = frame.f_code.co_qualname
-        # JAX's wrappers, as `reraise_with_filtered_traceback`, are closures.
-        if _is_jax(frame.f_code.co_filename) and "<locals>" not in name:
-            called = name
-        frame = frame.f_back
-    if frame is None:
-        return "", called
-    return f"{_short_path(frame.f_code.co_filename)}:{frame.f_lineno}", called
-
-
-def _short_path(place: str) -> str:
-    return place.removeprefix(str(Path.cwd()) + os.sep)

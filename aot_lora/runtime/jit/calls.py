@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from aot_lora._jax_compat import Call
+from aot_lora._jax_compat.described import Text
 from aot_lora._jax_compat.dispatch import Given, options_of, recorded_arguments
 from aot_lora._jax_compat.placement import context_texts
 from aot_lora._jax_compat.trees import tree_of
@@ -111,15 +112,6 @@ def readable(signature: Signature) -> str:
     return ", ".join([*(f"{name}={value}" for name, value in static.items()), str(signature)])
 
 
-class _Text(str):
-    """The text of a static value or option: shown as it is."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def recorded_call(signature: Signature) -> Call:
     """A recorded call, to compare others with."""
     call = json.loads(signature.call)
@@ -138,7 +130,7 @@ def _described(call: Mapping[str, Any], arguments: Any, function: str) -> Call:
         function=function,
         arguments=arguments,
         tree=tree_of(call["tree"]),
-        static={name: _Text(value) for name, value in call["static"].items()},
+        static={name: Text(value) for name, value in call["static"].items()},
         options={**call["options"], "key": call["key"], "what it holds": call["held"]},
-        context={name: _Text(value) for name, value in call["context"].items()},
+        context={name: Text(value) for name, value in call["context"].items()},
     )

@@ -1,0 +1,1 @@
+"""Where aot-lora meets the tools of others."""
