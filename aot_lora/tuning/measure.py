@@ -224,7 +224,9 @@ def _chain(project: Callable[..., Any], times: int = 1) -> Any:
             found: tuple[Any, ...] = ()
             for turn in range(times):  # with weights that no cache holds any more
                 own = weights[(layer + turn * len(weights) // times) % len(weights)]
-                more, prepared = project(x, own, banks, layer, prepared)
+                # Rows of its own: XLA merges matmuls of the same rows, and copies their weights.
+                rows, own = lax.optimization_barrier((x, own))
+                more, prepared = project(rows, own, banks, layer, prepared)
                 found += more
             found = lax.optimization_barrier(found)  # All of them, not what is read below.
             # Depends on every result, and changes nothing.
