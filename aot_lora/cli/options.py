@@ -29,6 +29,14 @@ def common(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+backend = click.option(
+    "--backend",
+    type=click.Choice(("jax", "torch_xla")),
+    default="jax",
+    help="What serves the plan; torch_xla needs its own versions, see the README.",
+)
+
+
 def read_config(name: str, store: str | None) -> Config:
     """Loads a config and says its warnings on stderr."""
     config = load_config(name, store=store)

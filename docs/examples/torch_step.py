@@ -1,14 +1,21 @@
 """A torch module with adapters as a step: `programs: [{entry: "torch_step:step"}]`.
 
 `aot-lora warmup docs/examples/torch_step.yaml` calls `step` once per point and compiles what it
-returns; `serve_torch_step.py` looks it up. Needs the extra `torchax`.
+returns; `serve_torch_step.py` looks it up. Needs the extra `torchax`, or with
+`--backend torch_xla` the extra `torch-xla`.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
-from aot_lora import Context, Point, Program
-from aot_lora.interop import torchax
+from aot_lora.interop import program
 from aot_lora.interop.layers import with_adapters
+
+if TYPE_CHECKING:  # it imports jax, which torch_xla does without
+    from aot_lora import Context, Point, Program
 
 
 class Block(torch.nn.Module):
@@ -32,4 +39,4 @@ def step(point: Point, context: Context) -> Program:
     """The step for one point: [T, 64] activations."""
     with torch.device("meta"):  # a warmup needs the weights' shapes only
         module = with_adapters(build(), context.plan)
-    return torchax.program(module, (context.array(point.tokens, 64),), point, context)
+    return program(module, (context.array(point.tokens, 64),), point, context)
