@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ from aot_lora.interop.dtypes import dtype_name
 from aot_lora.interop.torch_xla.calls import Call
 from aot_lora.interop.torch_xla.device import Device, tensors_of
 from aot_lora.plan import Variant
+from aot_lora.signature import ArraySpec
 
 Spec = tuple[tuple[int, ...], Any]
 """Shape and torch dtype of a tensor."""
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,5 +99,4 @@ def _text(leaf: Any, where: str) -> str:
     if not hasattr(leaf, "dtype"):
         return repr(leaf)
     name = dtype_name(leaf, where=where) if where else str(leaf.dtype).removeprefix("torch.")
-    short = re.sub(r"^[a-z]+(?=\d)", lambda word: _SHORT.get(word[0], word[0]), name)
-    return f"{short}[{','.join(map(str, leaf.shape))}]"
+    return str(ArraySpec(shape=tuple(leaf.shape), dtype=name))
