@@ -38,5 +38,5 @@ def build() -> torch.nn.Module:
 def step(point: Point, context: Context) -> Program:
     """The step for one point: [T, 64] activations."""
     with torch.device("meta"):  # a warmup needs the weights' shapes only
-        module = with_adapters(build(), context.plan)
+        module = with_adapters(build().to(getattr(torch, context.plan.dtype)), context.plan)
     return program(module, (context.array(point.tokens, 64),), point, context)

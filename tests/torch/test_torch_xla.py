@@ -18,12 +18,15 @@ from aot_lora import kernels as jax_kernels
 from aot_lora import load_config
 from aot_lora.errors import OutOfPlanError, ProgramError, RecompileError, UnsupportedError
 from aot_lora.interop.torch_xla import kernels
+from aot_lora.interop.torch_xla.calls import Call
 from aot_lora.interop.torch_xla.check import trace_all
 from aot_lora.interop.torch_xla.device import COMPILES, MISSES, Device
 from aot_lora.interop.torch_xla.steps import Steps
-from aot_lora.interop.torch_xla.warmup import _refused
+from aot_lora.interop.torch_xla.trace import StandIns, trace
+from aot_lora.interop.torch_xla.warmup import _refused, warm_store
 from aot_lora.kernels.reference import lora, tolerance
 from aot_lora.plan import Variant
+from aot_lora.store.artifact import unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Whatever torch and its kin warn of is theirs.
 
@@ -217,7 +220,12 @@ def test_check_repeats_and_sees_another_graph(
     assert lines == again
     assert set(lines) == {"torch_xla cpu"}
     line = lines["torch_xla cpu"]["lora_shrink/t4-l8-d32-n2"]
-    assert line.signature == "f32[4,32], f32[2,5,8,32], i32[], i32[1], i32[1], i32[4] -> f32[4,8]"
+    assert line.signature == (
+        "x: f32[4,32], a_bank: f32[2,5,8,32], layer: i32[1], blocks: i32[1], owners: i32[1], "
+        "slots: i32[4] -> f32[4,8]"
+    )
+    step = lines["torch_xla cpu"]["step/t4-l8"].signature
+    assert step.startswith("weights['0.up.weight']: f32[48,32], "), step
     monkeypatch.setattr(sys.modules["torch_engine"], "SCALE", 2.0)
     moved, _ = trace_all(config)
     changed = {
@@ -279,6 +287,49 @@ def test_kernels_are_those_of_jax_and_of_the_definition(dtype: str, device: str)
     check(y, lora(x, base, adapters, slots))
     alone = y.float().cpu().numpy()[slots == -1]
     assert (alone == base.astype(np.float32)[slots == -1]).all()  # no adapter: bit for bit
+
+
+@pytest.mark.parametrize("layer", [0, 1, 5])
+def test_a_layer_that_is_passed_is_no_constant_of_the_graph(steps: Steps, layer: int):
+    shrink = steps.variant(Variant("lora_shrink_single", 4, 8, (("d", 32), ("n", 2))))
+    bank = np.ones((2, steps.plan.bank_blocks, 8, 32), np.float32)
+    blocks, at = (np.array([one], np.int32) for one in (1, layer % 2))
+    shrink(*map(steps.put, (np.ones((4, 32), np.float32), bank, at, blocks)))
+    assert steps.compiles == 0
+
+
+def test_a_scalar_argument_is_refused(steps: Steps):
+    call = Call(fn=lambda x: x + 1, args=(torch.empty((), device="meta"),))
+    with pytest.raises(ProgramError, match="step/t4-l0: `x` has no dimensions"):
+        trace(Variant("step", 4), call, StandIns(steps.device))
+
+
+@pytest.mark.tpu_compile
+def test_graphs_compile_for_tpus_without_one(config: aot_lora.Config, opened: tuple[Steps, int]):
+    target = '[{platform: tpu, topology: "v6e:1x1"}, {platform: tpu, topology: "v5e:1x1"}]'
+    path = config.path.with_name("tpu.yaml")
+    text = CONFIG.replace("{platform: cpu}", target).replace("lora, ", "").replace("4, 16]", "16]")
+    path.write_text(text.replace("float32", "bfloat16"))
+    tpu, said = load_config(path), list[str]()
+    report = warm_store(tpu, say=said.append)
+    assert not report.failed
+    assert report.compiled == report.variants == 2 * 3
+    assert sum("bytes of device memory" in line for line in said) == 2
+    for file in (tpu.store_root / "artifacts").rglob("*.aot"):
+        header = unpack(file.read_bytes(), where=str(file)).header
+        assert header.parts["made by"] == "torch_xla 2.9.0: not loadable by torch_xla"
+        if header.variant == "step/t16-l8":
+            names = [header.signature.inputs[one].name for one in header.signature.kept]
+            assert set(names) >= {"input", "weights['0.up.weight']", "slots", "blocks"}
+            assert names != [one.name for one in header.signature.inputs]  # not the call's order
+    assert warm_store(tpu, say=said.append).compiled == 0
+
+
+def test_a_config_for_another_device_is_refused(config: aot_lora.Config, opened: Any):
+    path = config.path.with_name("gpu.yaml")
+    path.write_text(CONFIG.replace("platform: cpu", "platform: cuda"))
+    with pytest.raises(UnsupportedError, match="torch_xla's device is a CPU"):
+        Steps.open(path)
 
 
 def test_64_bit_indices_are_refused_by_name():

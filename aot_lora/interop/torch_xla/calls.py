@@ -23,15 +23,17 @@ class Call:
     Args:
       fn: a function of positional arguments; it may change them in place.
       args: pytrees of tensors on torch's meta device, which say shapes and dtypes.
+      names: what errors and the lock call the arguments; those of `fn` unless given.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The per-batch arguments that kernels share: as `aot_lora.BatchArgs`."""
+    """The per-batch arguments that kernels share: as `aot_lora.BatchArgs`, but `layer` is [1]."""
 
     layer: Any
     blocks: Any
@@ -66,7 +68,7 @@ class Context:
         """The per-batch metadata of a point."""
         count = lanes // self.plan.quantum
         return Batch(
-            layer=self.array(dtype="int32"),
+            layer=self.array(1, dtype="int32"),
             blocks=self.array(count, dtype="int32"),
             owners=self.array(count, dtype="int32"),
             slots=self.array(tokens, dtype="int32"),

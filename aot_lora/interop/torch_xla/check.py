@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from aot_lora.config import Config
 from aot_lora.errors import ProgramError
 from aot_lora.interop.torch_xla.calls import Calls
 from aot_lora.interop.torch_xla.device import Device
-from aot_lora.interop.torch_xla.trace import StandIns, trace
+from aot_lora.interop.torch_xla.trace import StandIns, plain, trace
 from aot_lora.lowering.fingerprint import fingerprint
 from aot_lora.lowering.lock import TORCH_XLA, LockLine
-
-_NAME = re.compile(r"^module @\S+", re.MULTILINE)  # torch_xla counts operations in it
 
 
 def trace_all(config: Config) -> tuple[dict[str, dict[str, LockLine]], dict[str, ProgramError]]:
@@ -37,7 +33,7 @@ def trace_all(config: Config) -> tuple[dict[str, dict[str, LockLine]], dict[str,
         except ProgramError as error:
             errors[f"{target} {variant.name}"] = error
             continue
-        text = _NAME.sub("module", device.stablehlo(traced.tensors))
+        text = plain(device.stablehlo(traced.tensors))
         lines[variant.name] = LockLine(
             fingerprint=fingerprint(text, trees=traced.trees), signature=traced.signature
         )

@@ -73,6 +73,15 @@ class Device:
         """The pending operations of these as StableHLO text, without locations."""
         return str(self._model.get_stablehlo(tensors))
 
+    def number(self, tensor: Any) -> int:
+        """torch_xla's own number of a tensor."""
+        return int(self._xla._XLAC._xla_get_tensor_id(tensor))
+
+    def parameters(self, tensors: list[Any]) -> list[tuple[int, Any]]:
+        """What the pending graph of these takes, in its own order: (number, value)."""
+        numbers, values = self._xla._XLAC._get_tensors_xla_device_data_node(tensors)
+        return list(zip(numbers, values, strict=True))
+
     def sync(self, tensors: list[Any], *, wait: bool = False) -> None:
         """Compiles unless it is in memory or on disk, and runs the pending operations of these."""
         self._xla._XLAC._xla_sync_multi(tensors, [], wait, True)

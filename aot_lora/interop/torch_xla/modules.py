@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,17 +38,19 @@ def program(
         for name, tensor in tensors.items()
     }
     args: tuple[Any, ...] = (weights, *inputs)
+    names = ("weights", *tuple(inspect.signature(module.forward).parameters)[: len(inputs)])
     if point.lanes:
         batch = context.batch(point.tokens, point.lanes)
         banks = {one.name: context.banks(one) for one in context.plan.modules}
         args = (*args, banks, batch.blocks, batch.owners, batch.slots)
+        names = (*names, "banks", "blocks", "owners", "slots")
 
     def step(weights: Any, *given: Any) -> Any:
         own, lora = given[: len(inputs)], given[len(inputs) :]
         with torch.no_grad(), adapters(_adder(*lora) if lora else None):
             return torch.func.functional_call(module, weights, own)
 
-    return Call(fn=step, args=args)
+    return Call(fn=step, args=args, names=names)
 
 
 def _adder(banks: Any, blocks: Any, owners: Any, slots: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from aot_lora.config import Config, load_config
 from aot_lora.errors import OutOfPlanError, RecompileError
 from aot_lora.interop.torch_xla.device import COMPILES, Device, tensors_of
-from aot_lora.interop.torch_xla.warmup import Warmed, warm
+from aot_lora.interop.torch_xla.warmup import Warmed, require_device, warm
 from aot_lora.plan import Plan, Variant
 from aot_lora.plan.pad import pad_batch, pad_rows
 
@@ -73,6 +73,7 @@ class Steps:
         if not isinstance(config, Config):
             config = load_config(config, store=store)
         device = Device(config.store_root)
+        require_device(config, device)
         warmed, report = warm(config, device)
         if report.failed:
             raise report.failed[0]

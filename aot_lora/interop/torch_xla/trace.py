@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from aot_lora.signature import ArraySpec
 
 Spec = tuple[tuple[int, ...], Any]
 """Shape and torch dtype of a tensor."""
+_NAME = re.compile(r"^module @\S+", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +29,24 @@ class Traced:
 
     Args:
       tensors: what it returned or may have changed.
-      signature: ``f32[16,64], i32[16] -> f32[16,64]``.
+      inputs: tensors among its arguments; outputs: tensors of its result.
+      numbers: torch_xla's of `inputs`.
       trees: of its arguments and of its result.
-      specs: of its arguments' leaves.
+      specs: of `inputs`.
     """
 
     tensors: list[Any]
-    signature: str
+    inputs: tuple[ArraySpec, ...]
+    outputs: tuple[ArraySpec, ...]
+    numbers: tuple[int, ...]
     trees: tuple[str, str]
     specs: tuple[Spec, ...]
+
+    @property
+    def signature(self) -> str:
+        """``x: f32[16,64], slots: i32[16] -> f32[16,64]``."""
+        inputs = ", ".join(f"{spec.name}: {spec}" for spec in self.inputs)
+        return f"{inputs} -> {', '.join(map(str, self.outputs))}"
 
 
 class StandIns:
@@ -44,7 +56,7 @@ class StandIns:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._made: dict[Spec, list[Any]] = defaultdict(list)
 
     def of(self, args: Any) -> Any:
@@ -61,7 +73,7 @@ class StandIns:
         made = self._made[spec]
         if used[spec] == len(made):
             # From the host: zeros made on the device are a constant of the graph.
-            made.append(torch.zeros(leaf.shape, dtype=leaf.dtype).to(self._device.device))
+            made.append(torch.zeros(leaf.shape, dtype=leaf.dtype).to(self.device.device))
         used[spec] += 1
         return made[used[spec] - 1]
 
@@ -72,9 +84,23 @@ def trace(variant: Variant, call: Call, stand_ins: StandIns) -> Traced:
     Raises:
       ProgramError: it raises, or takes a tensor of 64 bits.
     """
-    leaves, tree = pytree.tree_flatten(call.args)
     where = variant.name
-    inputs = [_text(leaf, where) for leaf in leaves]
+    names = call.names or tuple(inspect.signature(call.fn).parameters)
+    leaves, tree = pytree.tree_flatten_with_path(call.args)
+    wanted = tensors_of(leaf for _, leaf in leaves)
+    inputs = tuple(
+        _spec(leaf, where, name=names[path[0].idx] + pytree.keystr(path[1:]))
+        for path, leaf in leaves
+        if hasattr(leaf, "dtype")
+    )
+    for spec in inputs:
+        if not spec.shape:
+            raise ProgramError(
+                f"`{spec.name}` has no dimensions",
+                where=where,
+                expected="at least one, for instance context.array(1, dtype='int32')",
+                next_step="torch_xla makes 0 and 1 constants of the graph, another one for each",
+            )
     args = stand_ins.of(call.args)
     try:
         result = call.fn(*args)
@@ -86,17 +112,24 @@ def trace(variant: Variant, call: Call, stand_ins: StandIns) -> Traced:
             where=where,
             next_step="mend the program; --debug shows where it raised",
         ) from error
-    outputs, out_tree = pytree.tree_flatten(result)
+    results, out_tree = pytree.tree_flatten(result)
+    given = tensors_of(pytree.tree_leaves(args))
     return Traced(
-        tensors=tensors_of([*outputs, *pytree.tree_leaves(args)]),
-        signature=f"{', '.join(inputs)} -> {', '.join(_text(leaf, '') for leaf in outputs)}",
+        tensors=tensors_of([*results, *given]),
+        inputs=inputs,
+        outputs=tuple(_spec(leaf) for leaf in tensors_of(results)),
+        numbers=tuple(stand_ins.device.number(one) for one in given),
         trees=(str(tree), str(out_tree)),
-        specs=tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(leaves)),
+        specs=tuple((tuple(leaf.shape), leaf.dtype) for leaf in wanted),
     )
 
 
-def _text(leaf: Any, where: str) -> str:
-    if not hasattr(leaf, "dtype"):
-        return repr(leaf)
-    name = dtype_name(leaf, where=where) if where else str(leaf.dtype).removeprefix("torch.")
-    return str(ArraySpec(shape=tuple(leaf.shape), dtype=name))
+def plain(stablehlo: str) -> str:
+    """StableHLO without the module's name, in which torch_xla counts operations."""
+    return _NAME.sub("module", stablehlo)
+
+
+def _spec(leaf: Any, where: str = "", *, name: str = "") -> ArraySpec:
+    """A tensor's spec; 64 bits are refused where `where` says where."""
+    dtype = dtype_name(leaf, where=f"{where}: {name}") if where else str(leaf.dtype)
+    return ArraySpec(shape=tuple(leaf.shape), dtype=dtype.removeprefix("torch."), name=name)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aot_lora.config import Config
-from aot_lora.errors import AotLoraError, ProgramError
+from aot_lora.errors import AotLoraError, ProgramError, UnsupportedError
 from aot_lora.interop.torch_xla.calls import Calls
 from aot_lora.interop.torch_xla.device import CACHE, MISSES, UNLOADABLE, Device
 from aot_lora.interop.torch_xla.trace import Spec, StandIns, trace
 from aot_lora.plan import Variant
-from aot_lora.warmup import Report
+from aot_lora.warmup import Report, total
 
 # XLA:CPU's words, in some releases and shapes, for a product of bfloat16 that is to be float32.
 _NO_SUCH_PRODUCT = re.compile(r"DotThunk|Unsupported element type")
@@ -41,27 +41,50 @@ class Warmed:
 def warm_store(config: Config, *, say: Callable[[str], None]) -> Report:
     """`aot-lora warmup --backend torch_xla`: fills the cache in the store.
 
+    A TPU that this host lacks is compiled for all the same, to see whether it would.
+
     Raises:
-      UnsupportedError: torch_xla cannot be imported here.
+      UnsupportedError: torch_xla cannot be imported here, or has no such device.
     """
     device = Device(config.store_root)
-    say(f"torch_xla {device.kind}: {len(config.plan.variants)} variants; running each once")
+    reports: list[Report] = []
+    count = len(config.plan.variants)
+    for target in config.targets:
+        if target.platform == device.kind.lower():
+            say(f"torch_xla {device.kind}: {count} variants; running each once")
+            reports.append(warm(config, device, done=lambda _, e: e and say(f"failed: {e}"))[1])
+            if device.count(UNLOADABLE):
+                say(f"a {device.kind} cannot load what is on disk: each process compiles it again")
+        elif target.platform == "tpu":
+            from aot_lora.interop.torch_xla.deviceless import compile_all
 
-    def done(variant: Variant, error: AotLoraError | None) -> None:
-        if error is not None:
-            say(f"failed: {error}")
+            say(f"{target}: {count} graphs of torch_xla; compiling without a TPU")
+            reports.append(compile_all(config, device, target, say=say))
+        else:
+            require_device(config, device)
+    return total(reports)
 
-    report = warm(config, device, done=done)[1]
-    if device.count(UNLOADABLE):
-        say(f"a {device.kind} cannot load what is on disk: each process compiles it again")
-    return report
+
+def require_device(config: Config, device: Device) -> None:
+    """Refuses a config that is for other devices than torch_xla has.
+
+    Raises:
+      UnsupportedError: it is.
+    """
+    if device.kind.lower() not in {target.platform for target in config.targets}:
+        raise UnsupportedError(
+            f"torch_xla's device is a {device.kind}",
+            where=f"{config.path}: target",
+            expected=", ".join(map(str, config.targets)),
+            next_step="run it where that device is, set PJRT_DEVICE, or add the platform to target",
+        )
 
 
 def warm(
     config: Config,
     device: Device,
     *,
-    done: Callable[[Variant, AotLoraError | None], None] = lambda *_: None,
+    done: Callable[[Variant, AotLoraError | None], object] = lambda *_: None,
 ) -> tuple[dict[Variant, Warmed], Report]:
     """Runs every variant once, on zeros.
 
