@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +54,13 @@ def test_torchax_is_missing(installed: dict[str, str], missing: str):
     del installed[missing]
     with pytest.raises(UnsupportedError, match=f"^{missing} is not installed"):
         versions.require_torchax()
+
+
+def test_a_torchax_that_torch_xla_wrote_over(installed: dict[str, str]):
+    versions.require_own_files(SimpleNamespace(__version__="0.0.13"))
+    with pytest.raises(UnsupportedError, match="torch_xla's wheel brings its own") as refused:
+        versions.require_own_files(SimpleNamespace(__version__="0.0.6"))
+    assert "--force-reinstall --no-deps torchax==0.0.13" in str(refused.value.next_step)
 
 
 def test_torch_xla_takes_its_own_pair(installed: dict[str, str]):

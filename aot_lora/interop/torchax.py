@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from aot_lora.interop.dtypes import dtype_name, numpy_of
-from aot_lora.interop.versions import require_torchax
+from aot_lora.interop.versions import require_own_files, require_torchax
 from aot_lora.kernels import lora_expand, lora_shrink
 from aot_lora.programs.spec import Context, Point, Program
 
@@ -101,6 +101,7 @@ def _traceable(module: torch.nn.Module, inputs: int) -> Callable[..., Any]:
 
     # By name: a type checker takes `import torchax` in a file of that name for the file itself.
     torchax, views = import_module("torchax"), import_module("torchax.interop")
+    require_own_files(torchax)
 
     from aot_lora.interop.layers import adapters
 

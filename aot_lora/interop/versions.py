@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from aot_lora.errors import UnsupportedError
 
@@ -40,6 +41,27 @@ def require_torchax() -> None:
             expected=expected,
             found=f"torch {torch}",
             next_step=f"pip install 'torch>={first},<{_after(last)}'; {_CPU_TORCH}",
+        )
+
+
+def require_own_files(torchax: Any) -> None:
+    """Refuses a torchax of which another package has written over the files.
+
+    torch_xla's wheel brings a torchax 0.0.6, and whichever is installed last wins.
+
+    Args:
+      torchax: the imported module.
+
+    Raises:
+      UnsupportedError: they are of another release than what is installed.
+    """
+    if torchax.__version__ != _version("torchax"):
+        raise UnsupportedError(
+            "the files of torchax are of another release: torch_xla's wheel brings its own",
+            expected=f"torchax {_version('torchax')}",
+            found=f"torchax {torchax.__version__}",
+            next_step=f"pip install --force-reinstall --no-deps torchax=={TORCHAX}, after "
+            "torch_xla; or an environment without torch_xla",
         )
 
 
