@@ -15,7 +15,8 @@ from aot_lora import errors
 
 if TYPE_CHECKING:
     from aot_lora.config import Config, load_config
-    from aot_lora.programs.spec import BatchArgs, Context, Point, Program
+    from aot_lora.plan import Point
+    from aot_lora.programs.spec import BatchArgs, Context, Program
     from aot_lora.runtime import Found, Padded, Runtime, allow_compile, forbid_compile
     from aot_lora.runtime.jit import jit, recording, replay
     from aot_lora.warmup import Report
@@ -26,7 +27,7 @@ _HOMES = {
     "Context": "aot_lora.programs.spec",
     "Found": "aot_lora.runtime",
     "Padded": "aot_lora.runtime",
-    "Point": "aot_lora.programs.spec",
+    "Point": "aot_lora.plan",
     "Program": "aot_lora.programs.spec",
     "Report": "aot_lora.warmup",
     "Runtime": "aot_lora.runtime",

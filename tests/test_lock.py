@@ -49,6 +49,14 @@ def test_a_lock_has_one_line_for_each_variant(snapshot: SnapshotAssertion) -> No
     assert dump_lock(traces, plan="plan") == snapshot
 
 
+def test_neither_backend_answers_for_the_others_traces() -> None:
+    lock = lock_of({"cpu": {"a": ONE}, "torch_xla cpu": {"a": MOVED}})
+
+    assert lock.of(torch_xla=True).traces == {"torch_xla cpu": {"a": MOVED}}
+    assert compare(lock.of(torch_xla=False), {"cpu": {"a": ONE}}, plan="plan").holds
+    assert not compare(lock, {"cpu": {"a": ONE}}, plan="plan").holds
+
+
 @pytest.mark.parametrize(
     ("now", "plan", "expected"),
     [

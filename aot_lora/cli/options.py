@@ -47,6 +47,14 @@ def byte_count(text: str) -> int:
     return int(found)
 
 
+backend = click.option(
+    "--backend",
+    type=click.Choice(("jax", "torch_xla")),
+    default="jax",
+    help="What serves the plan; torch_xla needs its own versions, see the README.",
+)
+
+
 def read_config(name: str, store: str | None, *, limited: bool = True) -> Config:
     """Loads a config and says its warnings on stderr; unless `limited`, whatever its plan costs."""
     config = (load_config if limited else read)(name, store=store)

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from aot_lora import errors
-from aot_lora.cli.options import common, emit, note, read_config, size
+from aot_lora.cli.options import backend, common, emit, note, read_config, size
 from aot_lora.config.limits import hold_limits
 from aot_lora.errors import AotLoraError
 from aot_lora.plan import TargetSpec
@@ -85,11 +85,18 @@ class _Bar(Progress):
 @click.option(
     "--jobs", type=click.IntRange(min=1), help="Worker processes; all cores unless given."
 )
-def command(config: str, store: str | None, form: str, debug: bool, jobs: int | None) -> int:
+@backend
+def command(
+    config: str, store: str | None, form: str, debug: bool, jobs: int | None, backend: str
+) -> int:
     """Compile every variant of CONFIG that is missing into the store."""
     del debug
     loaded = read_config(config, store)
     hold_limits(loaded.asked, loaded.plan, loaded.targets, seconds=True)
+    if backend == "torch_xla":
+        from aot_lora.interop.torch_xla.warmup import warm_store
+
+        return _finish(warm_store(loaded, say=note), str(loaded.store_root), form)
     bar = _Bar()
     with bar.bar if bar.live else nullcontext():
         report = warmup(loaded, jobs=jobs, progress=bar)
@@ -98,10 +105,14 @@ def command(config: str, store: str | None, form: str, debug: bool, jobs: int | 
             f"warning: {bar.unrecorded} variants have matmuls without a recorded autotuning "
             "result, which take XLA's default; `aot-lora autotune` on the GPU records them"
         )
+    return _finish(report, str(loaded.store_root), form)
+
+
+def _finish(report: Report, root: str, form: str) -> int:
     if form == "json":
         emit(asdict(replace(report, failed=())) | {"failed": len(report.failed)})
     else:
-        _show(report, str(loaded.store_root))
+        _show(report, root)
     sys.stdout.flush()
     return report.failed[0].exit_code if report.failed else errors.EXIT_OK
 

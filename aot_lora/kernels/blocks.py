@@ -6,10 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Layer = jax.Array | int
+from aot_lora.plan.pad import NOBODY
 
-NOBODY = -2
-"""Who owns the blocks that pad a batch's: no row has it as its slot (-1 is a row without)."""
+__all__ = [
+    "NOBODY",
+    "Layer",
+    "bank_reset",
+    "bank_write",
+    "gather_lanes",
+    "lane_owners",
+    "put_bits",
+    "put_each",
+]
+
+Layer = jax.Array | int
 
 
 def gather_lanes(bank: jax.Array, layer: Layer, blocks: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from aot_lora.errors import CheckFailed, ConfigError
 
 FORMAT = 1
+TORCH_XLA = "torch_xla "
+"""What the names of targets of that backend begin with."""
 
 
 class LockLine(BaseModel):
@@ -35,6 +37,18 @@ class Lock(BaseModel):
     format: int
     plan: str
     traces: dict[str, dict[str, LockLine]]
+
+    def of(self, *, torch_xla: bool) -> Lock:
+        """The lock of one backend: neither knows whether the other's traces still hold."""
+        return self.model_copy(
+            update={
+                "traces": {
+                    target: lines
+                    for target, lines in self.traces.items()
+                    if target.startswith(TORCH_XLA) == torch_xla
+                }
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

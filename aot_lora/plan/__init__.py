@@ -22,7 +22,7 @@ from aot_lora.plan.plan import (
     round_up,
     widen,
 )
-from aot_lora.plan.variants import Module, TargetSpec, UserEntry, Variant
+from aot_lora.plan.variants import Module, Point, TargetSpec, UserEntry, Variant
 
 __all__ = [
     "COLUMN_MODULES",
@@ -36,6 +36,7 @@ __all__ = [
     "KvCache",
     "Module",
     "Plan",
+    "Point",
     "RopeScaling",
     "TargetSpec",
     "UserEntry",

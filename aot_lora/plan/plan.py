@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from aot_lora.errors import OutOfPlanError
 from aot_lora.plan.axes import Axis
 from aot_lora.plan.decoder import DecoderShape, KvCache
 from aot_lora.plan.variants import Dims, Module, UserEntry, Variant
@@ -85,6 +86,25 @@ class Plan:
     def most_blocks(self) -> int:
         """Bank blocks of the largest adapter there may be."""
         return self.adapter_lanes.buckets[-1] // self.quantum
+
+    def lanes_of(self, slots: int, rank: int | None = None) -> int:
+        """Lanes of so many adapters.
+
+        Args:
+          slots: adapters in a batch.
+          rank: the largest rank among them; the plan's largest unless given.
+
+        Raises:
+          OutOfPlanError: fewer than none, or a rank above the plan's.
+        """
+        if slots < 0 or (rank is not None and rank < 1):
+            raise OutOfPlanError(
+                "slots or rank out of range",
+                expected="slots of 0 or more, rank of 1 or more",
+                found=f"slots={slots}, rank={rank}",
+            )
+        one = self.adapter_lanes
+        return slots * (one.buckets[-1] if rank is None else one.bucket(rank))
 
     def widths(self, module: Module) -> tuple[int, int]:
         """Widths (D, O) of a module's banks on each device."""

@@ -32,6 +32,19 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One bucket of each axis, as a user's function sees it.
+
+    Args:
+      tokens: rows T of the batch.
+      lanes: lanes L of the batch's adapters; 0 for a batch without adapters.
+    """
+
+    tokens: int
+    lanes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
     """A projection that adapters may change.
 

@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # Whatever has a say in what is traced, compiled or written. A change costs traces, not compiles.
 _OWN = (
     *("kernels/**/*.py", "lowering/*.py", "programs/*.py", "targets/*.py", "_jax_compat/*.py"),
-    "*.py",
+    *("interop/*.py", "*.py"),
 )
 
 

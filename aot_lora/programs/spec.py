@@ -9,8 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from aot_lora.plan import Module, Plan, TargetSpec
+from aot_lora.plan import Module, Plan, Point, TargetSpec
 from aot_lora.programs.mesh import specs
+
+__all__ = ["BatchArgs", "Context", "Point", "Program"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +39,6 @@ class Program:
     names: tuple[str, ...] = ()
     out_shardings: Any = None
     auto_layouts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One bucket of each axis, as a user's function sees it.
-
-    Args:
-      tokens: rows T of the batch.
-      lanes: lanes L of the batch's adapters; 0 for a batch without adapters.
-    """
-
-    tokens: int
-    lanes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

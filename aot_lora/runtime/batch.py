@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from aot_lora.errors import OutOfPlanError
-from aot_lora.kernels.blocks import NOBODY
+from aot_lora.plan.pad import pad_batch
 from aot_lora.runtime.executables import Executables, Kernels
 
 Held = tuple[tuple[int, tuple[int, ...]], ...]
@@ -71,20 +71,12 @@ def make_batch(
     count = rows.shape[0]
     active = [int(slot) for slot in np.unique(rows) if slot != -1]
     held = _held(active, owned)
-    blocks = [block for _, theirs in held for block in theirs]
-    owners = [slot for slot, theirs in held for _ in theirs]
+    lanes = sum(len(blocks) for _, blocks in held) * plan.quantum
     single = 1 in plan.slots and len(active) == 1 and bool((rows != -1).all())
-    route = executables.route(max(count, 1), len(blocks) * plan.quantum, single=single)
+    route = executables.route(max(count, 1), lanes, single=single)
     on_device = (None, None, None)
     if active:
-        padding = route.lanes // plan.quantum - len(blocks)
-        padded = np.full(route.tokens, -1, np.int32)
-        padded[:count] = rows
-        arrays = (
-            padded,
-            np.array(blocks + [0] * padding, np.int32),
-            np.array(owners + [NOBODY] * padding, np.int32),
-        )
+        arrays = pad_batch(rows, held, tokens=route.tokens, lanes=route.lanes, quantum=plan.quantum)
         on_device = jax.device_put(arrays, device)
     return Batch(
         count=count,

@@ -13,6 +13,7 @@ import numpy as np
 from aot_lora.config import Config, load_config
 from aot_lora.errors import DonatedError, OutOfPlanError, UnsupportedError
 from aot_lora.plan import Plan, TargetSpec, Variant
+from aot_lora.plan.pad import pad_rows
 from aot_lora.programs.mesh import specs
 from aot_lora.runtime import guard
 from aot_lora.runtime.adapters import Adapters
@@ -179,16 +180,8 @@ class Runtime:
         Raises:
           OutOfPlanError: no such program, or a shape outside the plan.
         """
-        plan = self._plan
-        if slots < 0 or (rank is not None and rank < 1):
-            raise OutOfPlanError(
-                "slots or rank out of range",
-                expected="slots of 0 or more, rank of 1 or more",
-                found=f"slots={slots}, rank={rank}",
-            )
         if lanes is None:
-            one = plan.adapter_lanes
-            lanes = slots * (one.buckets[-1] if rank is None else one.bucket(rank))
+            lanes = self._plan.lanes_of(slots, rank)
         variant, executable = self._executables.step(program, tokens, lanes)
         self.metrics.lookups.add()
         return Found(executable, variant.tokens, variant.lanes)
@@ -319,9 +312,7 @@ class Runtime:
                     next_step="go on with the result of the call that took it, or put it anew",
                 )
             return rows
-        padded = np.zeros((batch.tokens, width), dtype)
-        padded[:count] = rows
-        return jax.device_put(padded, place)
+        return jax.device_put(pad_rows(rows, batch.tokens), place)
 
 
 def _target_here(config: Config, first: Any) -> tuple[TargetSpec, tuple[Any, ...]]:

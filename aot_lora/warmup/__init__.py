@@ -1,5 +1,5 @@
 """The work list, its workers, resume and report."""
 
-from aot_lora.warmup.run import Progress, Report, warmup
+from aot_lora.warmup.run import Progress, Report, total, warmup
 
-__all__ = ["Progress", "Report", "warmup"]
+__all__ = ["Progress", "Report", "total", "warmup"]

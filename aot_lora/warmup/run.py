@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from aot_lora.config import Config
 from aot_lora.errors import AotLoraError, IntegrityError
@@ -82,6 +82,11 @@ def warmup(
     began = time.perf_counter()
     config = widened(config)
     reports = [_warm_target(config, t, jobs, progress or Progress()) for t in config.targets]
+    return replace(total(reports), seconds=round(time.perf_counter() - began, 3))
+
+
+def total(reports: Sequence[Report]) -> Report:
+    """What warmups did together."""
     return Report(
         points=sum(report.points for report in reports),
         variants=sum(report.variants for report in reports),
@@ -89,7 +94,7 @@ def warmup(
         compiled=sum(report.compiled for report in reports),
         reused=sum(report.reused for report in reports),
         failed=tuple(failure for report in reports for failure in report.failed),
-        seconds=round(time.perf_counter() - began, 3),
+        seconds=round(sum(report.seconds for report in reports), 3),
         bytes=sum(report.bytes for report in reports),
     )
 
