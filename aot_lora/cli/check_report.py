@@ -160,7 +160,7 @@ def _failures(one: Checked) -> list[str]:
 def _json(checked: Sequence[Checked]) -> list[dict[str, Any]]:
     """An object for each finding, and one of totals at the end."""
     found: list[dict[str, Any]] = []
-    totals = dict.fromkeys(("variants", *KINDS), 0)
+    totals: dict[str, Any] = dict.fromkeys(("variants", *KINDS), 0)
     for one in checked:
         if one.error:
             found.append({"lock": one.name, "error": str(one.error)})
@@ -195,7 +195,8 @@ def _annotations(checked: Sequence[Checked]) -> list[str]:
                 filter(None, [f"{count}: {group.cause}", group.detail, *group.names[:_NAMES]])
             )
             at = f"{where},line={_line_of(file, group.names[0])}"
-            lines.append(f"::error {at},title=aot-lora check: {count}::{_message(text)}")
+            title = _property(f"aot-lora check: {count}")
+            lines.append(f"::error {at},title={title}::{_message(text)}")
     return lines[:_ANNOTATIONS]
 
 

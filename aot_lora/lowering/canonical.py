@@ -24,7 +24,7 @@ _TPU_LOCATIONS = re.compile(r"(?:, )?\\22debug_locations\\22: \\22[A-Za-z0-9+/=]
 _GPU_BODY = re.compile(r'"(ML\\EFR(?:[^"\\]|\\.)*)"')
 _GPU_HASH = re.compile(r'kernel_hash = "(?:[^"\\]|\\.)*", ')  # of the body, with its names
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-F]{2})")
-_NAME = re.compile(r'\b(?:kernel_)?name = "([^"]*)"|^module @(\S+)', re.MULTILINE)
+_NAME = re.compile(r'\b(?:kernel_)?name = "([^"]*)"|sym_name = "([^"]*)_mosaic_gpu"')
 # Of a kernel's module, what says how it is stored and dumped, and its name, which is outside too.
 _STORED = re.compile(r"(?:, )?(?:stable_mosaic\w*\.version|mosaic_gpu\.dump_basename)\b[^,}]*")
 _KERNEL_MODULE = re.compile(r"^module(?: @\S+)?(?: attributes \{(?:, )?(.*?)\})? \{", re.MULTILINE)
@@ -72,7 +72,7 @@ def canonical(stablehlo: str) -> Canonical:
         name = (named[1] or named[2]) if named else "?"
         body = _plain(body)
         kernels.setdefault(name, []).append(_SSA.sub("%", lines[at]) + body)
-        around[at] = _ATTRIBUTES.sub(f" {name}", lines[at])
+        around[at] = _ATTRIBUTES.sub("", lines[at])
         lines[at] += "\n" + "\n".join("      " + line for line in body.splitlines())
     parts = {AROUND: around} | dict(sorted(kernels.items()))
     return Canonical(
