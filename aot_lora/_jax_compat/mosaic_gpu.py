@@ -8,21 +8,17 @@ import importlib
 import sys
 from typing import Any
 
-from jax._src.interpreters import mlir
-from jax._src.lib import tpu
 from jax._src.lib.mlir import ir
 
 _BASENAME = "mosaic_gpu.dump_basename"
 
 
-def lower_kernels_alike() -> None:
+def name_kernels_alike() -> None:
     """Keeps what this process has traced before out of such kernels.
 
     jaxlib 0.11 names the files that a kernel may be dumped to, in an attribute of the kernel
     itself, by a number that goes up with each: traced twice, a program would be two. A name that
-    is there already is kept. And jaxlib 0.12 folds some divisions in them once the TPU's dialect is
-    registered, as by any kernel for a TPU: so that is done first. Does nothing in a process
-    without such kernels; once is enough.
+    is there already is kept. Does nothing in a process without such kernels; once is enough.
     """
     core: Any = sys.modules.get("jax.experimental.mosaic.gpu.core")
     dialect: Any = getattr(core, "dialect", None)
@@ -36,8 +32,6 @@ def lower_kernels_alike() -> None:
             attributes[_BASENAME] = ir.StringAttr.get("kernel", context=module.context)
         return options(module)
 
-    context = mlir.make_ir_context()
-    tpu.register_dialect(context)
     setattr(named_alike, "names_alike", True)  # noqa: B010 - pyright knows no such attribute
     dialect.get_or_set_dump_options = named_alike
 

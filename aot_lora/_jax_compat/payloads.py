@@ -30,7 +30,7 @@ def _context(of_tpu: bool) -> Any:
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True  # Stored under `stable_mosaic` and the like.
     context.load_all_available_dialects()
-    # Not all in one: the TPU's changes what kernels for GPUs are lowered to, see `mosaic_gpu`.
+    # Not all in one: once the TPU's is there, jaxlib 0.12 lowers kernels for GPUs otherwise.
     for dialect in (tpu,) if of_tpu else (triton.dialect, mosaic_gpu_dialect):
         dialect.register_dialect(context)
     return context

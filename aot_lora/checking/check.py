@@ -23,10 +23,19 @@ def traces_of(config: Config, *, store: str | None, use_cache: bool) -> Traced:
     cache = Cache(config)
     if use_cache and (known := cache.read()):
         return known
-    count = min(usable_cores(), len(config.plan.variants) * len(config.targets) // _PER_PROCESS)
-    if count > 1:
-        parts = [Request(config=config.path, store=store, part=(i, count)) for i in range(count)]
-        found = merged(config, run_all(parts))
+    targets = config.targets
+    count = min(usable_cores(), len(config.plan.variants) * len(targets) // _PER_PROCESS)
+    # jaxlib 0.12 lowers kernels for GPUs otherwise once it has lowered one for a TPU.
+    apart = bool(config.plan.user) and any(target.platform == "cuda" for target in targets)
+    if count > 1 or apart:
+        names = [variant.name for variant in config.plan.variants]
+        count = max(count, 1)
+        requests = [
+            Request(config=config.path, store=store, names=only, part=(part, count))
+            for only in ([{str(target): names} for target in targets] if apart else [None])
+            for part in range(count)
+        ]
+        found = merged(config, run_all(requests))
     else:
         found = _traced_here(config)
     cache.write(found)

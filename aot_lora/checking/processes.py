@@ -16,6 +16,7 @@ from aot_lora.checking import child
 from aot_lora.config import Config
 from aot_lora.errors import AotLoraError, ProgramError
 from aot_lora.lowering.lock import LockLine
+from aot_lora.plan import usable_cores
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -81,12 +82,12 @@ class Request:
 
 
 def run_all(requests: Sequence[Request]) -> list[Traced]:
-    """Runs requests side by side.
+    """Runs requests, as many side by side as there are cores.
 
     Raises:
       AotLoraError: a process ended without doing what it was asked.
     """
-    with ThreadPoolExecutor(len(requests)) as threads:  # A pipe that nobody reads would fill up.
+    with ThreadPoolExecutor(usable_cores()) as threads:  # A pipe that nobody reads would fill up.
         return list(threads.map(_run, requests))
 
 
@@ -94,7 +95,12 @@ def merged(config: Config, found: Sequence[Traced]) -> Traced:
     """Parts of a plan as one, in the plan's order."""
     names = [variant.name for variant in config.plan.variants]
     lines = {
-        target: {n: one.lines[target][n] for n in names for one in found if n in one.lines[target]}
+        target: {
+            n: one.lines[target][n]
+            for n in names
+            for one in found
+            if n in one.lines.get(target, ())
+        }
         for target in map(str, config.targets)
     }
     failures = {name: failure for one in found for name, failure in one.failures.items()}
