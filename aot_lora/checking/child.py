@@ -24,7 +24,8 @@ def main() -> None:
     from aot_lora.config import load_config
 
     config = load_config(request["config"], store=request["store"])
-    for target in config.targets:
+    # Kernels for a TPU last: once one was lowered, jaxlib 0.12 lowers those for GPUs otherwise.
+    for target in sorted(config.targets, key=lambda target: target.platform == "tpu"):
         for variant, found in _traces(config, target, request):
             answer: dict[str, Any] = {"target": str(target), "name": variant.name}
             if isinstance(found, Exception):
