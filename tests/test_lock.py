@@ -12,7 +12,8 @@ from syrupy.assertion import SnapshotAssertion
 
 from aot_lora.cli.main import run
 from aot_lora.errors import EXIT_CHECK, EXIT_OK, EXIT_USAGE, AotLoraError
-from aot_lora.lowering.lock import FORMAT, Lock, LockLine, compare, dump_lock, read_lock
+from aot_lora.lowering.compare import CODE, compare, groups
+from aot_lora.lowering.lock import AROUND, FORMAT, Lock, LockLine, dump_lock, read_lock
 
 ONE = LockLine(fingerprint="1", signature="x: f32[4] -> f32[4]")
 MOVED = LockLine(fingerprint="2", signature="x: f32[4] -> f32[4]")
@@ -156,7 +157,7 @@ def test_a_plan_that_grew_names_what_is_new_and_what_is_stale(
     found, err = counts(capsys)
     assert found == {"variants": 13, "stable": 4, "moved": 0, "missing": 0, "stale": 9, "new": 9}
     assert "new cpu lora_shrink/t16-l8-d16" in err
-    assert "and 8 more" in err
+    assert "and 1 more of lora_shrink" in err
 
 
 def test_a_lock_is_left_as_it_was_where_a_variant_cannot_be_traced(
@@ -182,6 +183,10 @@ BAD = {
     "broken": GOOD[:-9],
     "conflict": GOOD.replace('   "a"', '<<<<<<< ours\n   "a"'),
     "newer": GOOD.replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'),
+    "older": GOOD.replace(f'"format": {FORMAT}', f'"format": {FORMAT - 1}'),
+    "a line twice": GOOD.replace(
+        '   "a": {', '   "a": {"fingerprint": "0", "signature": ""},\n   "a": {'
+    ),
     "a list": "[]",
     "without a plan": GOOD.replace('"plan": "plan",', ""),
     "unknown field": GOOD.replace('"fingerprint"', '"finger": "", "fingerprint"'),
@@ -210,6 +215,69 @@ def test_the_base_of_the_bad_locks_is_good(tmp_path: Path) -> None:
     (tmp_path / "x.lock.json").write_text(GOOD)
 
     assert read_lock(tmp_path / "x.lock.json").traces == {"cpu": {"a": ONE}}
+
+
+def test_lines_beside_hold_under_their_release_of_jax_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock.json"
+    own = {"0.12": {"cpu": {"b": MOVED}}}
+    text = dump_lock({"cpu": {"a": ONE, "b": ONE}}, plan="plan", jax="0.10.2", beside=own)
+    path.write_text(text)
+    lock = read_lock(path)
+
+    now = {"cpu": {"a": ONE, "b": MOVED}}
+    assert compare(lock, now, plan="plan", jax="0.12.0.1").holds
+    found = compare(lock, now, plan="plan", jax="0.11.2")
+    assert [moved.name for moved in found.moved] == ["cpu b"]
+    (group,) = groups(found)
+    assert group.cause == f"toolchain: jax 0.10.2 -> 0.11.2; {CODE}"
+
+
+def test_changed_options_are_a_cause_of_whatever_moved() -> None:
+    lock = Lock(format=FORMAT, plan="plan", options="JAX_A=1 JAX_B=2", traces={"cpu": {"a": ONE}})
+    moved = compare(lock, {"cpu": {"a": RESHAPED}}, plan="plan", jax="1", options="JAX_B=3")
+    held = compare(lock, {"cpu": {"a": ONE}}, plan="plan", jax="1", options="JAX_B=3")
+
+    (group,) = groups(moved)
+    assert group.cause == "options: -JAX_A=1 -JAX_B=2 +JAX_B=3; signature: argument x: shape"
+    assert held.holds
+
+
+def test_a_thousand_variants_that_moved_for_one_reason_are_one_group() -> None:
+    def lines(fingerprint: str, dtype: str) -> dict[str, LockLine]:
+        return {
+            f"step/t{size}": LockLine(
+                fingerprint=fingerprint, signature=f"x: {dtype}[{size}], y: f32[1] -> f32[{size}]"
+            )
+            for size in range(1000)
+        }
+
+    lock = lock_of({"cpu": lines("1", "f32")})
+    (group,) = groups(compare(lock, {"cpu": lines("2", "bf16")}, plan="plan"))
+
+    assert (group.cause, len(group.names)) == ("signature: argument x: dtype", 1000)
+    assert group.detail == "argument x: f32[0] -> bf16[0]"
+
+
+KERNELS = LockLine(fingerprint="1", signature="s", kernels={AROUND: "1", "one": "1", "two": "1"})
+
+
+@pytest.mark.parametrize(
+    ("kernels", "what"),
+    [
+        ({AROUND: "1", "one": "1", "two": "2"}, "kernel two"),
+        ({AROUND: "2", "one": "1", "two": "2"}, "kernel two and code around the kernels"),
+        ({AROUND: "2", "one": "1", "two": "1"}, "code around the kernels"),
+        ({AROUND: "1", "one": "1"}, "kernel two (gone)"),
+        ({AROUND: "1", "one": "1", "two": "1", "three": "1"}, "kernel three (new)"),
+        ({AROUND: "1", "one": "1", "two": "1"}, "the tree of arguments or results"),
+    ],
+)
+def test_the_kernel_that_moved_is_named(kernels: dict[str, str], what: str) -> None:
+    """CASES 30."""
+    now = LockLine(fingerprint="2", signature="s", kernels=kernels)
+    found = compare(lock_of({"cpu": {"a": KERNELS}}), {"cpu": {"a": now}}, plan="plan")
+
+    assert [moved.cause for moved in found.moved] == [f"{what} moved, signature did not"]
 
 
 @pytest.mark.parametrize("update", [[], ["--update"]])

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from gpus import H200
+from jax.experimental import pallas as pl
 from projecting import served
 from syrupy.assertion import SnapshotAssertion
 
@@ -21,6 +22,7 @@ from aot_lora._jax_compat import mosaic_gpu
 from aot_lora.config import load_config
 from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.forms import FORMS
+from aot_lora.lowering.canonical import canonical
 from aot_lora.lowering.check import trace_all
 from aot_lora.lowering.trace import Trace, prepare_tracing, trace
 from aot_lora.plan import TargetSpec, Variant
@@ -415,6 +417,96 @@ def test_a_mosaic_gpu_kernel_traced_twice_in_a_process_is_one() -> None:
             return trace(variant, Program(fn=step, args=args), platform="cuda").fingerprint
 
     assert fingerprint() == fingerprint()
+
+
+def gpu_kernel(way: str, factor: float, *, renamed: bool = False) -> Trace:
+    """A kernel through Mosaic GPU or Triton, or the same with other names and lines."""
+    from jax.experimental.pallas import mosaic_gpu, triton
+
+    def scale(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = x_ref[...] * factor
+
+    body = scale
+    if renamed:
+
+        def scale(rows_ref: Any, out_ref: Any) -> None:
+            # A comment.
+            scaled = rows_ref[...] * factor
+            out_ref[...] = scaled
+
+        body = scale
+    x = jax.ShapeDtypeStruct((128,), "float32")
+    if way == "Triton":
+        params = triton.CompilerParams()
+        kernel = pl.pallas_call(body, out_shape=x, compiler_params=params)
+    else:
+        kernel = mosaic_gpu.kernel(body, out_type=x)
+    prepare_tracing()
+    with without_gpu(TargetSpec("cuda", "h200", target_config=H200)):
+        program = Program(fn=lambda x: kernel(x), args=(x,))
+        return trace(Variant(program="step", tokens=128), program, platform="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("way", "read"),
+    [("Triton", "tt.func public @scale"), ("Mosaic", "stable_mosaic_gpu.gpu.launch")],
+)
+def test_names_in_a_gpu_kernel_do_not_move_it_and_its_code_does(way: str, read: str) -> None:
+    first = gpu_kernel(way, 2.0)
+
+    assert gpu_kernel(way, 2.0, renamed=True).line == first.line
+    moved = gpu_kernel(way, 3.0).line
+    assert moved.fingerprint != first.fingerprint
+    assert {n for n, digest in moved.kernels.items() if first.line.kernels[n] != digest} == {
+        "scale"
+    }
+    assert read in first.code.text
+
+
+NUMBERED = """\
+module @jit_step {
+  func.func public @main(%arg0: tensor<4xf32>) -> tensor<4xf32> {
+    %0 = call @SECOND(%arg0) : (tensor<4xf32>) -> tensor<4xf32>
+    %1 = call @FIRST(%0) : (tensor<4xf32>) -> tensor<4xf32>
+    return %1 : tensor<4xf32>
+  }
+  func.func private @FIRST(%arg0: tensor<4xf32>) -> tensor<4xf32> {
+    return %arg0 : tensor<4xf32>
+  }
+  func.func private @SECOND(%arg0: tensor<4xf32>) -> tensor<4xf32> {
+    %0 = stablehlo.sine %arg0 : tensor<4xf32>
+    return %0 : tensor<4xf32>
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("inner_3", "inner_12"), ('"<lambda>"', '"<lambda>_0"'), ("f1", "f0")]
+)
+def test_names_and_numbers_of_inner_functions_do_not_count(first: str, second: str) -> None:
+    def text(one: str, other: str) -> str:
+        named = NUMBERED.replace("@FIRST", f"@{one}").replace("@SECOND", f"@{other}")
+        return canonical(named).text
+
+    assert text(first, second) == text("inner", "other")
+    swapped = NUMBERED.replace("@FIRST", "@X").replace("@SECOND", "@FIRST")
+    assert canonical(swapped.replace("@X", "@SECOND")).text == canonical(NUMBERED).text
+    called_other = NUMBERED.replace("call @SECOND", "call @FIRST")
+    assert canonical(called_other).text != canonical(NUMBERED).text
+
+
+def test_a_kernel_that_cannot_be_read_counts_as_its_bytes() -> None:
+    def text(body: str) -> str:
+        quoted = f"\\22body\\22: \\22{body}\\22"
+        return (
+            f'  %0 = stablehlo.custom_call @tpu_custom_call() {{backend_config = "{quoted}"}} : ()'
+        )
+
+    one, other = canonical(text("AAAA")), canonical(text("AAAB"))
+    assert one.text != other.text
+    assert one.kernels != other.kernels
 
 
 def test_only_bytes_with_such_kernels_import_what_loading_them_needs(

@@ -14,7 +14,7 @@ _BASENAME = "mosaic_gpu.dump_basename"
 
 
 def name_kernels_alike() -> None:
-    """Keeps a count of the kernels that this process traced out of them.
+    """Keeps what this process has traced before out of such kernels.
 
     jaxlib 0.11 names the files that a kernel may be dumped to, in an attribute of the kernel
     itself, by a number that goes up with each: traced twice, a program would be two. A name that

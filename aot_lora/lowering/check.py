@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+
+import jax
 
 from aot_lora.config import Config
 from aot_lora.errors import ProgramError
@@ -12,6 +16,8 @@ from aot_lora.programs.catalog import Catalog
 from aot_lora.targets.cuda import without_gpu
 
 Lines = dict[str, dict[str, LockLine]]
+
+_OTHERS = (Path(jax.__file__).parent, Path(__file__).resolve().parents[1])
 
 
 def trace_all(
@@ -46,12 +52,24 @@ def trace_all(
                         platform=target.platform,
                         devices=target.devices,
                     )
-                found[variant.name] = LockLine(
-                    fingerprint=one.fingerprint, signature=str(one.signature)
-                )
+                found[variant.name] = one.line
                 if one.warning:
                     warn(one.warning)
             except ProgramError as error:
                 errors[f"{target} {variant.name}"] = error
             on_trace()
     return lines, errors
+
+
+def own_traceback(error: BaseException) -> str:
+    """Where a user's program raised, without the frames of JAX and of aot-lora around it."""
+    cause = error.__cause__
+    if cause is None:
+        return ""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _OTHERS)
+        and not frame.filename.startswith("<")
+    ]
+    return "".join(traceback.format_list(frames)).rstrip()

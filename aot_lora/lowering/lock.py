@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,31 +11,60 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from aot_lora.errors import CheckFailed, ConfigError
 
-FORMAT = 1
+FORMAT = 2
+AROUND = "(around)"
+"""The name of what is no kernel, beside those of kernels."""
 TORCH_XLA = "torch_xla "
 """What the names of targets of that backend begin with."""
 
 
 class LockLine(BaseModel):
-    """What a variant's trace must be."""
+    """What a variant's trace must be.
+
+    Args:
+      fingerprint: of all of it.
+      signature: in one line.
+      kernels: digests by name, of what is around them too; empty for a program without kernels.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     fingerprint: str
     signature: str
+    kernels: dict[str, str] = {}
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)  # A dict has none.
 
 
 Traces = Mapping[str, Mapping[str, LockLine]]
 
 
 class Lock(BaseModel):
-    """The file: the digest of the plan it was written for, and target -> variant -> line."""
+    """The file.
+
+    Args:
+      format: of the file.
+      plan: the digest of the plan it was written for.
+      jax: the version whose traces these are. Another version may well make the same.
+      options: of JAX that traces depend on, from the environment; mostly none.
+      traces: target -> variant -> line.
+      beside: release series of JAX (``0.12``) -> the lines that it makes other ones of.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     format: int
     plan: str
+    jax: str = ""
+    options: str = ""
     traces: dict[str, dict[str, LockLine]]
+    beside: dict[str, dict[str, dict[str, LockLine]]] = {}
+
+    def under(self, jax: str) -> dict[str, dict[str, LockLine]]:
+        """The lines that hold under a version of JAX."""
+        own = self.beside.get(series_of(jax), {})
+        return {target: {**lines, **own.get(target, {})} for target, lines in self.traces.items()}
 
     def of(self, *, torch_xla: bool) -> Lock:
         """The lock of one backend: neither knows whether the other's traces still hold."""
@@ -51,96 +79,62 @@ class Lock(BaseModel):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """A variant whose trace is not the locked one."""
-
-    name: str
-    locked: LockLine
-    now: LockLine
-
-    @property
-    def cause(self) -> str:
-        """Which of the two moved."""
-        if self.locked.signature != self.now.signature:
-            return (
-                f"signature\n      lock: {self.locked.signature}\n      now:  {self.now.signature}"
-            )
-        return f"code moved, signature did not ({self.now.signature})"
+def series_of(jax: str) -> str:
+    """The release series of a version: ``0.12`` of ``0.12.0.1``."""
+    return ".".join(jax.split(".")[:2])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Names are ``target variant``.
+def dump_lock(
+    traces: Traces,
+    *,
+    plan: str,
+    jax: str = "",
+    options: str = "",
+    beside: Mapping[str, Traces] | None = None,
+) -> str:
+    """The text of a lock file: JSON, sorted, one line per variant.
 
     Args:
-      stable: as locked.
-      moved: traced to something else.
-      missing: in the plan that the lock was written for, but not in the lock.
-      new: in today's plan, which is not the one the lock was written for, but not in the lock.
-      stale: in the lock, but not in the plan.
+      traces, plan, jax, options, beside: as of a `Lock`.
     """
-
-    stable: tuple[str, ...]
-    moved: tuple[Moved, ...]
-    missing: tuple[str, ...]
-    new: tuple[str, ...]
-    stale: tuple[str, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether the lock and the traces agree."""
-        return not (self.moved or self.missing or self.new or self.stale)
-
-
-def compare(
-    lock: Lock, traces: Traces, *, plan: str, untraced: frozenset[str] = frozenset()
-) -> Comparison:
-    """Compares a lock with the traces of a plan.
-
-    Args:
-      lock: the lock.
-      traces: target -> variant -> line.
-      plan: the plan's digest.
-      untraced: names of variants that could not be traced: neither stable nor stale.
-    """
-    locked = _flat(lock.traces)
-    now = _flat(traces)
-    absent = tuple(name for name in now if name not in locked)
-    same_plan = lock.plan == plan
-    shared = [name for name in now if name in locked]
-    return Comparison(
-        stable=tuple(name for name in shared if now[name] == locked[name]),
-        moved=tuple(
-            Moved(name=name, locked=locked[name], now=now[name])
-            for name in shared
-            if now[name] != locked[name]
-        ),
-        missing=absent if same_plan else (),
-        new=() if same_plan else absent,
-        stale=tuple(name for name in locked if name not in now and name not in untraced),
-    )
+    parts = [
+        f'"format": {FORMAT}',
+        f'"plan": {json.dumps(plan)}',
+        *([f'"jax": {json.dumps(jax)}'] if jax else []),
+        *([f'"options": {json.dumps(options)}'] if options else []),
+        f'"traces": {_sections(traces, 1)}',
+    ]
+    if beside:
+        series = [f"  {json.dumps(name)}: {_sections(beside[name], 2)}" for name in sorted(beside)]
+        parts.append('"beside": {\n' + ",\n".join(series) + "\n }")
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
-def _flat(traces: Traces) -> dict[str, LockLine]:
-    return {
-        f"{target} {name}": line for target, lines in traces.items() for name, line in lines.items()
-    }
-
-
-def dump_lock(traces: Traces, *, plan: str) -> str:
-    """The text of a lock file: JSON, sorted, one line per variant."""
+def _sections(traces: Traces, depth: int) -> str:
+    indent = " " * depth
     sections: list[str] = []
     for target in sorted(traces):
         lines = [
-            f"   {json.dumps(name)}: {json.dumps(traces[target][name].model_dump())}"
+            f"{indent}  {json.dumps(name)}: "
+            + json.dumps(traces[target][name].model_dump(exclude_defaults=True))
             for name in sorted(traces[target])
         ]
-        sections.append(f"  {json.dumps(target)}: {{\n" + ",\n".join(lines) + "\n  }")
-    body = ",\n".join(sections)
-    return (
-        f'{{\n "format": {FORMAT},\n "plan": {json.dumps(plan)},\n "traces": {{\n{body}\n }}\n}}\n'
-    )
+        sections.append(
+            f"{indent} {json.dumps(target)}: {{\n" + ",\n".join(lines) + f"\n{indent} }}"
+        )
+    return "{\n" + ",\n".join(sections) + f"\n{indent}}}"
+
+
+class _TwiceError(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return found
 
 
 def read_lock(path: Path) -> Lock:
@@ -179,12 +173,19 @@ def read_as(model: type[_Model], path: Path, *, format: int, writer: str) -> _Mo
         raise ConfigError(f"the lock cannot be read: {error}", where=str(path)) from None
     step = f"mend it, or write it anew with `{writer}`"
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        conflict = "<<<<<<<" in text
+        what = "has conflict markers" if "<<<<<<<" in text else f"is no JSON: {error.msg}"
         raise ConfigError(
-            "the lock has conflict markers" if conflict else f"the lock is no JSON: {error.msg}",
+            f"the lock {what}" if text.strip() else "the lock is empty",
             where=f"{path}:{error.lineno}:{error.colno}",
+            next_step=step,
+        ) from None
+    except _TwiceError as error:
+        raise ConfigError(
+            "the lock has a line twice, as after a merge",
+            where=str(path),
+            found=f"two of {error}",
             next_step=step,
         ) from None
     found = value.get("format") if isinstance(value, dict) else None
@@ -194,7 +195,9 @@ def read_as(model: type[_Model], path: Path, *, format: int, writer: str) -> _Mo
             where=str(path),
             expected=f"format {format}",
             found=f"format {found}",
-            next_step=f"use the aot-lora that wrote it, or write it anew with `{writer}`",
+            next_step=f"write it anew with `{writer}`: it fingerprints otherwise"
+            if isinstance(found, int) and found < format
+            else f"use the aot-lora that wrote it, or write it anew with `{writer}`",
         )
     try:
         return model.model_validate(value)

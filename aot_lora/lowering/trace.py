@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,10 @@ from aot_lora._jax_compat.constants import (
 )
 from aot_lora._jax_compat.mosaic_gpu import name_kernels_alike
 from aot_lora.errors import AotLoraError, ProgramError
+from aot_lora.lowering.canonical import Canonical, canonical
+from aot_lora.lowering.described import described
 from aot_lora.lowering.fingerprint import fingerprint
+from aot_lora.lowering.lock import LockLine
 from aot_lora.plan import Variant
 from aot_lora.programs.spec import Program
 from aot_lora.signature import Signature
@@ -30,11 +33,22 @@ LARGE_CONSTANTS = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
-    """A traced and lowered call. `lowered` is what JAX compiles; `constants` are in it."""
+    """A traced and lowered call.
+
+    Args:
+      fingerprint: of what it does.
+      signature: to call it by.
+      lowered: what JAX compiles.
+      code: what was fingerprinted, to read.
+      stablehlo: as JAX prints it.
+      constants: that are in it.
+    """
 
     fingerprint: str
     signature: Signature
     lowered: Any
+    code: Canonical
+    stablehlo: str
     constants: tuple[Constant, ...] = ()
 
 
@@ -43,6 +57,16 @@ class Trace(Lowering):
     """A lowered variant."""
 
     variant: Variant
+    static: Mapping[str, Any]
+
+    @property
+    def line(self) -> LockLine:
+        """What a lock holds of it."""
+        return LockLine(
+            fingerprint=self.fingerprint,
+            signature=described(self.signature, self.stablehlo, static=self.static),
+            kernels=self.code.kernels,
+        )
 
     @property
     def warning(self) -> str:
@@ -117,7 +141,10 @@ def trace(
         fingerprint=found.fingerprint,
         signature=_named(found.signature, program),
         lowered=found.lowered,
+        code=found.code,
+        stablehlo=found.stablehlo,
         constants=found.constants,
+        static=static,
     )
 
 
@@ -204,9 +231,13 @@ def lower(
             where=where,
             next_step="mend the program; --debug shows where it raised",
         ) from error
+    stablehlo = lowered.as_text()
+    code = canonical(stablehlo)
     return Lowering(
-        fingerprint=fingerprint(lowered.as_text(), trees=(signature.in_tree, signature.out_tree)),
+        fingerprint=fingerprint(code, trees=(signature.in_tree, signature.out_tree)),
         signature=signature,
         lowered=lowered,
+        code=code,
+        stablehlo=stablehlo,
         constants=constants,
     )

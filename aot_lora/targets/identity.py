@@ -59,17 +59,22 @@ def identity(target: TargetSpec, *, environ: Mapping[str, str] = os.environ) -> 
     if target.platform == "tpu":
         init = environ.get("LIBTPU_INIT_ARGS", "")
         parts["LIBTPU_INIT_ARGS"] = _flags(init, ("--xla_dump", "--xla_jf_dump"))
-    parts["JAX environment"] = " ".join(
-        f"{name}={value}"
-        for name, value in sorted(environ.items())
-        if name.startswith("JAX_") and not name.startswith(SILENT_JAX)
-    )
+    parts["JAX environment"] = jax_environment(environ)
     if target.target_config:
         parts["target config"] = hashlib.sha256(target.target_config.encode()).hexdigest()
         parts["autotune results"] = target.autotune
     if target.platform == "cpu":
         parts["CPU features"] = cpu_features()
     return parts
+
+
+def jax_environment(environ: Mapping[str, str] = os.environ) -> str:
+    """JAX's options that may change what is traced or compiled: ``NAME=value``, sorted."""
+    return " ".join(
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith("JAX_") and not name.startswith(SILENT_JAX)
+    )
 
 
 def device_kind(target: TargetSpec) -> str:

@@ -16,7 +16,8 @@ from aot_lora import _jax_compat
 from aot_lora._jax_compat.dispatch import Given, dispatcher, refuse_held_arrays
 from aot_lora._jax_compat.placement import load_at, placement_of
 from aot_lora.errors import CheckFailed, ProgramError
-from aot_lora.lowering.lock import Comparison, LockLine, compare, dump_lock, read_lock
+from aot_lora.lowering.compare import Comparison, compare
+from aot_lora.lowering.lock import LockLine, dump_lock, read_lock
 from aot_lora.lowering.trace import Lowering, lower, prepare_tracing
 from aot_lora.programs.modules import module_digests, tops
 from aot_lora.runtime.jit import mode
@@ -126,7 +127,11 @@ class Recording:
         assert signature.placement is not None
         loaded = load_at(artifact.raw(), signature, signature.placement)
         self._entries[name] = kept.entry
-        self._lines[name] = LockLine(fingerprint=found.fingerprint, signature=readable(signature))
+        self._lines[name] = LockLine(
+            fingerprint=found.fingerprint,
+            signature=readable(signature),
+            kernels=found.code.kernels,
+        )
         return loaded
 
     def _parts(self) -> dict[str, str]:

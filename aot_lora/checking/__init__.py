@@ -1,0 +1,1 @@
+"""What `aot-lora check` does with traces: cache them, divide them over processes, compare them."""

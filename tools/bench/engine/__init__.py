@@ -1,0 +1,1 @@
+"""A small engine, whose copies `check_edits.py` edits."""
