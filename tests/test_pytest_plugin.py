@@ -198,7 +198,7 @@ def test_with_a_lock_a_run_compiles_what_the_lock_holds_and_nothing_else(
     ("text", "says"),
     [
         (None, "x.lock: there is no lock"),
-        ("", "x.lock:1:1: the lock is no JSON"),
+        ("", "x.lock:1:1: the lock is empty"),
         ('{"format": 1}\n<<<<<<< ours\n', "x.lock:2:1: the lock has conflict markers"),
         ('{"format": 2, "jax": [], "compiles": []}', "expected: format 1\n  found: format 2"),
         ('{"format": 1, "plan": "", "traces": {}}', "this is a config's lock; one that `aot-lora"),

@@ -7,7 +7,6 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from aot_lora._jax_compat.payloads import payload_text
 from aot_lora.lowering.lock import AROUND
 
 # One chip needs no mesh, but naming its device makes JAX write an empty one.
@@ -81,13 +80,20 @@ def canonical(stablehlo: str) -> Canonical:
     )
 
 
+def _text_of(payload: bytes, *, of_tpu: bool) -> str | None:
+    # Not above: torch_xla's graphs have no kernels, and where they are traced is no such JAX.
+    from aot_lora._jax_compat.payloads import payload_text
+
+    return payload_text(payload, of_tpu=of_tpu)
+
+
 def _opened(line: str) -> tuple[str, str | None]:
     """A line without the kernel in it, and that kernel."""
     if found := _TPU_BODY.search(line):
-        body = payload_text(base64.b64decode(found[1]), of_tpu=True)
+        body = _text_of(base64.b64decode(found[1]), of_tpu=True)
         line = _TPU_LOCATIONS.sub("", line)
     elif found := _GPU_BODY.search(line):
-        body = payload_text(_ESCAPE.sub(_byte, found[1].encode()), of_tpu=False)
+        body = _text_of(_ESCAPE.sub(_byte, found[1].encode()), of_tpu=False)
         line = _GPU_HASH.sub("", line)
     else:
         return line, None
