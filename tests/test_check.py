@@ -32,6 +32,9 @@ Check = Callable[..., tuple[int, str, str]]
 def check(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Check:
     """Runs the verb on the configs of a folder, whose modules are imported anew."""
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    # An edit of the same length within a second is none by the time in a .pyc file.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
 
     def check(root: Path, *options: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "path", sys.path[:])

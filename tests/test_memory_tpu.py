@@ -84,6 +84,6 @@ def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(tmp_path: Path)
     assert done.returncode == errors.EXIT_USAGE, done.stderr
     assert "largest kv_cache.length that fits" in done.stdout
     assert "the plan needs more memory than a device may give it" in done.stderr
-    length = re.search(r"next: kv_cache.length (\d+) fits", done.stderr)
+    length = re.search(r"next: `kv_cache: \{sequences: \d+, length: (\d+)\}` fits", done.stderr)
     assert length, done.stderr
     assert int(length[1]) % 128 == 0
