@@ -231,8 +231,9 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_key_of_the_terminal_reaches_the_command_once(tmp_path: Path) -> None:
     """The terminal sends it to both processes."""
     (tmp_path / "server.py").write_text(
-        "import signal, time\n"
-        "signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\n"
+        "import os, signal, time\n"
+        # Not print: the key may come before the one below has returned.
+        "signal.signal(signal.SIGINT, lambda *_: os.write(1, b'interrupted\\n'))\n"
         "print('ready', flush=True)\n"
         "for _ in range(10): time.sleep(0.1)\n"
     )
