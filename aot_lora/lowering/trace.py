@@ -17,7 +17,6 @@ from aot_lora._jax_compat.constants import (
     listed,
     refuse_constant_arguments,
 )
-from aot_lora._jax_compat.mosaic_gpu import name_kernels_alike
 from aot_lora.errors import AotLoraError, ProgramError
 from aot_lora.lowering.canonical import Canonical, canonical
 from aot_lora.lowering.described import described
@@ -217,7 +216,6 @@ def lower(
     try:
         traced = trace()
         _jax_compat.refuse_callbacks(traced)
-        name_kernels_alike()
         lowered = traced.lower(lowering_platforms=(platform,))
         constants = constants_of(traced)
         refuse_constant_arguments(lowered, constants)
