@@ -1,4 +1,4 @@
-"""Imports what an entry of a config names. No jax here: torch_xla's programs need none."""
+"""Imports and calls what an entry of a config names. No jax: torch_xla's programs need none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aot_lora.errors import AotLoraError, ProgramError
-from aot_lora.plan import UserEntry
+from aot_lora.plan import UserEntry, Variant
 from aot_lora.programs.sources import find_top, is_own, search_path
 
 
@@ -55,6 +55,36 @@ def import_entry(
         )
     _require_hashed(module_name, where, config)
     return found
+
+
+def call_entry(
+    function: Callable[..., Any],
+    variant: Variant,
+    *arguments: Any,
+    within: AbstractContextManager[None] | None = None,
+) -> Any:
+    """What a user's function returns for a variant.
+
+    Args:
+      function: from `import_entry`.
+      variant: for errors.
+      arguments: of the function.
+      within: what the call runs in.
+
+    Raises:
+      ProgramError: it raises.
+    """
+    try:
+        with within or nullcontext():
+            return function(*arguments)
+    except AotLoraError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ProgramError(
+            f"the program raised {type(error).__name__}: {error}",
+            where=variant.name,
+            next_step="mend the program; --debug shows where it raised",
+        ) from error
 
 
 def _require_hashed(module_name: str, where: str, config: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from aot_lora import _jax_compat
-from aot_lora.errors import AotLoraError, ProgramError
+from aot_lora.errors import ProgramError
 from aot_lora.plan import Point, UserEntry, Variant
-from aot_lora.programs.entries import import_entry
+from aot_lora.programs.entries import call_entry, import_entry
 from aot_lora.programs.options import SILENT_JAX
 from aot_lora.programs.spec import Context, Program
 
@@ -32,17 +31,9 @@ def build(
     Raises:
       ProgramError: it raises, or returns something else than a `Program`.
     """
-    try:
-        with _jax_compat.config_kept(variant.name, silent=SILENT_JAX):
-            program: Any = function(Point(tokens=variant.tokens, lanes=variant.lanes), context)
-    except AotLoraError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ProgramError(
-            f"the program raised {type(error).__name__}: {error}",
-            where=variant.name,
-            next_step="mend the program; --debug shows where it raised",
-        ) from error
+    kept = _jax_compat.config_kept(variant.name, silent=SILENT_JAX)
+    point = Point(tokens=variant.tokens, lanes=variant.lanes)
+    program = call_entry(function, variant, point, context, within=kept)
     if not isinstance(program, Program):
         raise ProgramError(
             "the program returned the wrong thing",

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from aot_lora.errors import AotLoraError, ProgramError
+from aot_lora.errors import ProgramError
 from aot_lora.interop.torch_xla import kernels
 from aot_lora.plan import Module, Plan, Point, Variant
-from aot_lora.programs.entries import import_entry
+from aot_lora.programs.entries import call_entry, import_entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +108,8 @@ class Calls:
             return _own(variant, self._context)
         if entry.name not in self._functions:
             self._functions[entry.name] = import_entry(entry, config=self._config)
-        try:
-            point = Point(tokens=variant.tokens, lanes=variant.lanes)
-            found: Any = self._functions[entry.name](point, self._context)
-        except AotLoraError:
-            raise
-        except Exception as error:
-            raise ProgramError(
-                f"the program raised {type(error).__name__}: {error}",
-                where=variant.name,
-                next_step="mend the program; --debug shows where it raised",
-            ) from error
+        point = Point(tokens=variant.tokens, lanes=variant.lanes)
+        found = call_entry(self._functions[entry.name], variant, point, self._context)
         if not isinstance(found, Call):
             raise ProgramError(
                 "the program is none for torch_xla",
