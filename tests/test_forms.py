@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def table(*rows: dict[str, Any]) -> tables.Table:
 
 
 def row(tokens: int, **us: float) -> dict[str, Any]:
-    return {"tokens": tokens, "lanes": 128, "d": 4096, "o": 4096, "us": us}
+    sizes = {"tokens": tokens, "lanes": 128, "d": 4096, "o": 4096, "most": SIZES.most}
+    return {**sizes, "us": us}
 
 
 def test_the_fastest_at_the_nearest_point_is_chosen() -> None:
@@ -114,6 +116,16 @@ def test_a_form_that_cannot_serve_a_point_gives_way(monkeypatch: pytest.MonkeyPa
 
     assert found.form is FORMS["ragged"]
     assert found.reason.endswith("the least of 2; not narrow: D is odd")
+
+
+def test_what_pads_adapters_is_chosen_up_to_the_largest_it_was_measured_with() -> None:
+    measured = table({**row(16, gather=1.0, laned=2.0), "most": 2})
+    small, large = (replace(SIZES, most=most) for most in (2, 3))
+
+    assert choose(measured, small, "cuda").form is FORMS["gather"]
+    assert choose(measured, large, "cuda").form is PLAIN
+    why = "; not gather: adapters of up to 3 blocks, measured with 2"
+    assert choose(measured, large, "cuda").reason.endswith(why)
 
 
 def test_tuning_comes_from_the_table() -> None:

@@ -90,6 +90,9 @@ def test_one_launch_without_adapters_is_the_base() -> None:
         pytest.param(served(4, (16, 16), 64, (32,), slots=[0, 1, 7, -1]), {}, id="nobody's slot"),
         pytest.param(served(100, MIXED, 64, (32,)), {"shrink_t": 16}, id="many shrink tiles"),
         pytest.param(served(9, MIXED, 128, (32, 64, 96)), {"splits": 4}, id="three modules"),
+        pytest.param(served(5, MIXED, 64, (32,)), {"shrink_t": 64}, id="a tile past the rows"),
+        pytest.param(served(40, MIXED, 64, (32,)), {"shrink_l": 64}, id="wide shrink tiles"),
+        pytest.param(served(9, MIXED, 64, (32,)), {"ahead": 3}, id="granules ahead"),
         pytest.param(served(9, MIXED, 128, (32, 64)), {"base_splits": 2}, id="parts of the base"),
         pytest.param(
             served(9, (8, 64), 128, (64,)), {"base_splits": 4}, id="four parts of the base"
@@ -100,23 +103,34 @@ def test_one_launch_bears_what_is_odd(given: Served, tuning: dict[str, int]) -> 
     assert_right(one_launch(**tuning), given)
 
 
-@pytest.mark.parametrize("quantum", [8, 16])
-def test_one_launch_takes_of_many_granules_those_that_are_used(quantum: int) -> None:
+@pytest.mark.parametrize(("quantum", "ahead"), [(8, 1), (16, 1), (16, 2), (16, 4)])
+def test_one_launch_takes_of_many_granules_those_that_are_used(quantum: int, ahead: int) -> None:
     given = served(16, (16,) * 12, 64, (32,), quantum=quantum, slots=[0, 9] * 8)
     lanes = prepared(given.batch(), quantum=quantum, most=given.most)
 
     assert lanes.granules.shape[1] > pallas_gpu._EARLY
     assert lanes.counts.tolist() == [2]
-    assert_right(one_launch(), given)
+    assert_right(one_launch(ahead=ahead), given)
 
 
-def test_one_launch_leaves_its_counters_as_it_found_them() -> None:
+@pytest.mark.parametrize("tokens", [1, 16, 17, 72, 128])
+def test_one_launch_has_a_counter_for_each_tile_that_is_shrunk(tokens: int) -> None:
+    given = served(tokens, (16, 64), 64, (32,))
+    made = pallas_gpu.prepare(given.batch(), quantum=given.quantum, most=given.most)
+    tiles = pallas_gpu.tile_rows(tokens) // 16 * (made.lanes.rows.shape[0] // 16)
+
+    assert made.parts.shape == (pallas_gpu.MOST_MODULES * tiles,)
+
+
+def test_one_launch_counts_on_from_call_to_call() -> None:
     given = served(8, (16, 64), 64, (32, 64))
     form = one_launch(splits=2)
     made = form.prepare(given.batch(), quantum=given.quantum, most=given.most)
     outputs, after = form.project(given.x, given.weights, given.banks, LAYER, made)
 
-    assert after.counters.tolist() == made.counters.tolist() == [0, 0]
+    assert made.done.tolist() == made.before.tolist() == [0]
+    assert after.done.tolist() == after.before.tolist() != [0]
+    assert not after.parts.any()
     again, _ = form.project(given.x, given.weights, given.banks, LAYER, after)
     assert [one.tobytes() for one in again] == [one.tobytes() for one in outputs]
 
@@ -355,6 +369,7 @@ FEW = Sizes(tokens=16, lanes=64, d=1024, o=(1024, 512), quantum=16, most=1, dtyp
         ("one_launch", {}, "cpu", "it runs on a GPU"),
         ("one_launch", {}, "tpu", "it runs on a GPU"),
         ("one_launch", {"tokens": 129}, "cuda", "more than 128 rows"),
+        ("one_launch", {"o": (64,) * 5}, "cuda", "more than 4 projections"),
         ("one_launch", {"d": 1536}, "cuda", "D is no multiple of 1,024"),
         ("one_launch", {"o": (64, 96)}, "cuda", "O none of 64"),
         ("extended", {}, "cuda", ""),

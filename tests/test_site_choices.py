@@ -31,8 +31,8 @@ TABLE = Table(
     hardware="tiny",
     source="a test",
     rows=(
-        Row(tokens=4, lanes=16, d=64, o=64, us={"gather": 1.0, "laned": 2.0}),
-        Row(tokens=16, lanes=16, d=64, o=64, us={"ragged": 1.0, "laned": 2.0}),
+        Row(tokens=4, lanes=16, d=64, o=64, most=2, us={"gather": 1.0, "laned": 2.0}),
+        Row(tokens=16, lanes=16, d=64, o=64, most=2, us={"ragged": 1.0, "laned": 2.0}),
     ),
 )
 

@@ -20,6 +20,7 @@ class Row(BaseModel):
     Args:
       tokens, lanes, d: sizes T, L and D.
       o: outputs O, summed over the projections that read the same rows.
+      most: blocks of the largest adapter; forms that pad the others to it do not serve more.
       us: form -> microseconds, of base and adapters together.
       tuning: form -> its block sizes and the like, where it has any.
     """
@@ -30,6 +31,7 @@ class Row(BaseModel):
     lanes: int
     d: int
     o: int
+    most: int = 0
     us: dict[str, float]
     tuning: dict[str, dict[str, int]] = {}
 

@@ -48,6 +48,8 @@ def choose(table: Table | None, sizes: Sizes, platform: str) -> Choice:
     for name, us in _fastest_first(row):
         form = FORMS[name]
         refused = form.supports(sizes, platform)
+        if form.padded and sizes.most > row.most:
+            refused = f"adapters of up to {sizes.most} blocks, measured with {row.most}"
         if not refused:
             measured = f"{us:.4g} us at {point}, the least of {len(row.us)}"
             return Choice(form=form, tuning=row.tuning.get(name, {}), reason=measured + why)

@@ -29,7 +29,8 @@ class Form:
       prepare: (batch, quantum=, most=) -> what `project` needs of the batch; once a batch.
       project: (x, weights, banks, layer, prepared, **tuning) -> outputs; see `xla.laned`.
       supports: (sizes, platform) -> why it cannot serve them; empty where it can.
-      tunings: keyword arguments of `project` that are worth trying.
+      tunings: keyword arguments of a kernel's `project` that are worth trying; XLA tunes the rest.
+      padded: whether it treats every adapter as if it were the largest that there may be.
       carries: whether `project` returns (outputs, what the next call takes for `prepared`).
     """
 
@@ -37,7 +38,8 @@ class Form:
     prepare: Callable[..., Any]
     project: Callable[..., Any]
     supports: Callable[[Sizes, str], str] = _anything
-    tunings: tuple[Mapping[str, int], ...] = ({},)
+    tunings: tuple[Mapping[str, int], ...] = ()
+    padded: bool = False
     carries: bool = False
 
     def divided(self, found: Any, prepared: Any) -> tuple[Arrays, Any]:
@@ -49,14 +51,25 @@ FORMS: dict[str, Form] = {
     form.name: form
     for form in (
         Form(name="laned", prepare=xla.prepare, project=xla.laned),
-        Form(name="one_hot", prepare=baselines.prepare_rows, project=baselines.one_hot),
+        Form(
+            name="one_hot",
+            prepare=baselines.prepare_rows,
+            project=baselines.one_hot,
+            padded=True,
+        ),
         Form(
             name="gather",
             prepare=baselines.prepare_rows,
             project=baselines.gather,
             supports=baselines.gather_supports,
+            padded=True,
         ),
-        Form(name="ragged", prepare=baselines.prepare_sorted, project=baselines.ragged),
+        Form(
+            name="ragged",
+            prepare=baselines.prepare_sorted,
+            project=baselines.ragged,
+            padded=True,
+        ),
         Form(
             name="tpu_laned",
             prepare=pallas_tpu.prepare,

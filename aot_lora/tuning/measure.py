@@ -6,12 +6,14 @@ rows stays in a cache from one to the next, as in a model's step.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,9 @@ from aot_lora.kernels.sizes import Sizes
 
 Tuned = tuple[Form, Mapping[str, int]]
 
+_UNCACHED = 2**27
+"""Bytes of which a cache holds little when they are read again: twice an H200's."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -34,7 +39,7 @@ class Point:
       tokens: rows T; d: inputs D; o: outputs O of each projection.
       ranks: of the active adapters.
       resident: as many adapters of the first rank stay in the banks beside them.
-      layers: of the chain; two at least.
+      layers: of the chain; unless given, as many as no cache holds the weights of, 2 to 8.
       block: lanes of a block; unless given, the greatest number that divides every rank.
       dtype: of everything.
     """
@@ -44,7 +49,7 @@ class Point:
     o: tuple[int, ...]
     ranks: tuple[int, ...]
     resident: int = 0
-    layers: int = 8
+    layers: int = 0
     block: int = 0
     dtype: str = "bfloat16"
 
@@ -52,6 +57,17 @@ class Point:
     def quantum(self) -> int:
         """Lanes of a block."""
         return self.block or int(np.gcd.reduce(self.ranks))
+
+    @property
+    def depth(self) -> int:
+        """Layers of the chain."""
+        weights = self.d * sum(self.o) * jnp.dtype(self.dtype).itemsize
+        return self.layers or min(max(2, -(-_UNCACHED // weights)), 8)
+
+    @property
+    def turns(self) -> int:
+        """How often a program goes through its layers."""
+        return -(-32 // self.depth) if self.tokens <= 512 else 4
 
     @property
     def counts(self) -> list[int]:
@@ -78,7 +94,8 @@ class Timed:
 
     Args:
       base: the projections alone; link: what only ties the layers together, in each of the others.
-      forms: each form, base included; those that do not serve the point are left out.
+      forms: each form, base included; those that do not serve the point are left out. And what
+        took its turn with them.
       refused: form -> why it was left out.
     """
 
@@ -99,7 +116,13 @@ def slots_of(point: Point) -> np.ndarray:
 
 
 def measure(
-    point: Point, forms: Mapping[str, Tuned], *, platform: str, rounds: int = 7, ms: float = 10.0
+    point: Point,
+    forms: Mapping[str, Tuned],
+    *,
+    platform: str,
+    others: Mapping[str, Chain] | None = None,
+    rounds: int = 7,
+    ms: float = 10.0,
 ) -> Timed:
     """Checks and times forms at a point; what is worked out once a batch is not timed.
 
@@ -107,6 +130,7 @@ def measure(
       point: what to measure with.
       forms: by label, each with its tuning.
       platform: of the device.
+      others: by label what takes its turn with the forms; a call does `Chain.layers` layers.
       rounds: of which the median counts; ms: how long each lasts, about.
 
     Raises:
@@ -118,57 +142,76 @@ def measure(
         prepare = partial(form.prepare, quantum=point.quantum, most=point.sizes.most)
         return jax.jit(prepare)(batch)
 
-    expected = _last(point, partial(_carried, PLAIN, {}), prepared(PLAIN), given)
-    chains: dict[str, Callable[[], Any]] = {
-        _BASE: partial(_chain(_base), None, *given),
-        _TWICE: partial(_chain(_base, times=2), None, *given),
+    def made(form: Form, tuning: Mapping[str, int]) -> Chain:
+        project = jax.jit(partial(_carried, form, tuning))  # JAX lowers it once for all layers.
+        args = prepared(form), *given
+        chain = jax.jit(partial(_chain, project, point.turns)).lower(*args).compile()
+        return Chain(partial(chain, *args), point.turns * point.depth)
+
+    x, weights, banks = given
+    last = point.depth - 1
+    expected = jax.jit(PLAIN.project)(x, weights[last], banks, last, prepared(PLAIN))
+    chains = {
+        _BASE: Chain(partial(_base_chain(point.turns), None, *given), point.turns * point.depth),
+        _LINK: Chain(partial(_links, x), _LINKS),
     }
     refused: dict[str, str] = {}
+    served: dict[str, Tuned] = {}
     for label, (form, tuning) in forms.items():
         if reason := form.supports(point.sizes, platform):
             refused[label] = reason
-            continue
-        project, made = partial(_carried, form, tuning), prepared(form)
-        chain = partial(_chain(project), made, *given)
-        try:
-            _check(label, _last(point, project, made, given), expected, point)
-            jax.block_until_ready(chain())
-        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-            refused[label] = f"{type(error).__name__}: {str(error).strip()[:200]}"
-            continue
-        chains[label] = chain
-    times = {
-        label: us / point.layers for label, us in _in_turn(chains, rounds=rounds, ms=ms).items()
-    }
-    base, twice = times.pop(_BASE), times.pop(_TWICE)
-    # A chain of bare links is too short to time: the host takes longer to launch it than it runs.
-    return Timed(base=base, link=2 * base - twice, forms=times, refused=refused)
+        else:
+            served[label] = form, tuning
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        kernels = {
+            label: pool.submit(made, *tuned) for label, tuned in served.items() if tuned[0].tunings
+        }
+        for label, tuned in served.items():
+            try:
+                # XLA tries matmuls on the device, so those of its own forms one after the other.
+                chain = kernels[label].result() if label in kernels else made(*tuned)
+                _check(label, chain.run(), expected, point)
+            except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+                refused[label] = f"{type(error).__name__}: {str(error).strip()[:200]}"
+                continue
+            chains[label] = chain
+    times = _in_turn({**chains, **(others or {})}, rounds=rounds, ms=ms)
+    base, link = times.pop(_BASE), times.pop(_LINK)
+    return Timed(base=base, link=link, forms=times, refused=refused)
 
 
-_BASE, _TWICE = "", "\0"  # Labels that no form has.
+_BASE, _LINK = "", "\0"  # Labels that no form has.
+_LINKS, _WARM = 64, 2
 
 
-def _in_turn(
-    chains: Mapping[str, Callable[[], Any]], *, rounds: int, ms: float
-) -> dict[str, float]:
-    """Microseconds of one call of each: the median of rounds in which all take their turn.
+class Chain(NamedTuple):
+    """What is timed: a call, without waiting for it, and how many layers that does."""
 
-    A GPU slows down under load: what runs later would look worse.
+    run: Callable[[], Any]
+    layers: int
+
+
+def _in_turn(chains: Mapping[str, Chain], *, rounds: int, ms: float) -> dict[str, float]:
+    """Microseconds of one layer of each: the median of rounds in which all take their turn.
+
+    A GPU slows down under load, and speeds up before it: what runs later would look worse, and
+    rounds that do not count go ahead.
     """
     calls: dict[str, int] = {}
     for label, chain in chains.items():
-        jax.block_until_ready(chain())
+        jax.block_until_ready(chain.run())
         began = time.perf_counter()
-        jax.block_until_ready(chain())
+        jax.block_until_ready(chain.run())
         calls[label] = max(2, round(ms * 1e-3 / (time.perf_counter() - began)))
     found: dict[str, list[float]] = {label: [] for label in chains}
-    for _ in range(rounds):
-        for label, chain in chains.items():
+    for turn in range(-_WARM, rounds):
+        for label, (run, layers) in chains.items():
             began = time.perf_counter()
             for _ in range(calls[label] - 1):
-                chain()
-            jax.block_until_ready(chain())
-            found[label].append((time.perf_counter() - began) / calls[label] * 1e6)
+                run()
+            jax.block_until_ready(run())
+            if turn >= 0:
+                found[label].append((time.perf_counter() - began) / calls[label] / layers * 1e6)
     return {label: statistics.median(times) for label, times in found.items()}
 
 
@@ -196,12 +239,12 @@ def _drawn(point: Point) -> Any:
 
     weights = [
         tuple(normal(100 * layer + n, (point.d, o)) for n, o in enumerate(point.o))
-        for layer in range(point.layers)
+        for layer in range(point.depth)
     ]
     clear = jax.jit(lambda bank: bank.at[:, 0].set(0), donate_argnums=0)
     banks = tuple(
         tuple(
-            clear(normal(7000 + 10 * n + side, (point.layers, blocks, quantum, width)))
+            clear(normal(7000 + 10 * n + side, (point.depth, blocks, quantum, width)))
             for side, width in enumerate((point.d, o))
         )
         for n, o in enumerate(point.o)
@@ -212,37 +255,46 @@ def _drawn(point: Point) -> Any:
     return batch, normal(1, (point.tokens, point.d)), weights, banks
 
 
-def _chain(project: Callable[..., Any], times: int = 1) -> Any:
-    """A jitted chain of layers, each of which does its work so many times.
+def _chain(
+    project: Callable[..., Any], turns: int, prepared: Any, x: Any, weights: Any, banks: Any
+) -> Any:
+    """What the last layer makes of all, run so many times over.
 
-    It returns its last rows alone: the host makes an array of each result, which took longer than
-    the device had work with three small projections a layer.
+    All in one program: a host launches a short one more slowly than a GPU runs it.
     """
 
-    def run(prepared: Any, x: Any, weights: Any, banks: Any) -> Any:
-        for layer in range(len(weights)):
-            found: tuple[Any, ...] = ()
-            for turn in range(times):  # with weights that no cache holds any more
-                own = weights[(layer + turn * len(weights) // times) % len(weights)]
-                # Rows of its own: XLA merges matmuls of the same rows, and copies their weights.
-                rows, own = lax.optimization_barrier((x, own))
-                more, prepared = project(rows, own, banks, layer, prepared)
-                found += more
+    def turn(_: Any, carried: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        x, prepared, found = carried
+        for layer, own in enumerate(weights):
+            # Work that each layer does again: XLA merges matmuls of the same rows, and moves what
+            # does not change out of the loop.
+            rows, own, prepared = lax.optimization_barrier((x, own, prepared))
+            found, prepared = project(rows, own, banks, layer, prepared)
             found = lax.optimization_barrier(found)  # All of them, not what is read below.
-            # Depends on every result, and changes nothing.
-            x = x + sum(one[0, 0] for one in found) * jnp.asarray(1e-30, x.dtype)
-        return x
+            x = _linked(x, found)
+        return x, prepared, found
 
-    return jax.jit(run)
+    outputs = tuple(jnp.zeros((x.shape[0], own.shape[1]), x.dtype) for own in weights[-1])
+    return lax.fori_loop(0, turns, turn, (x, prepared, outputs))[2]
 
 
-def _last(point: Point, project: Callable[..., Any], prepared: Any, given: Sequence[Any]) -> Any:
-    """What a form makes of the last layer."""
+@cache
+def _base_chain(turns: int) -> Any:
+    """The projections alone; one function for all points, so that JAX knows those it compiled."""
+    return jax.jit(partial(_chain, _base, turns))
 
-    def run(prepared: Any, x: Any, weights: Any, banks: Any) -> Any:
-        return project(x, weights[-1], banks, point.layers - 1, prepared)[0]
 
-    return jax.jit(run)(prepared, *given)
+@jax.jit
+def _links(x: Any) -> Any:
+    """What only ties layers together, of so many that the host is not what takes long."""
+    for _ in range(_LINKS):
+        x = _linked(x, lax.optimization_barrier((x,)))
+    return x
+
+
+def _linked(x: Any, found: Any) -> Any:
+    """Depends on every result, and changes nothing."""
+    return x + sum(one[0, 0] for one in found) * jnp.asarray(1e-30, x.dtype)
 
 
 def _check(label: str, found: Any, expected: Any, point: Point) -> None:

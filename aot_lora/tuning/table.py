@@ -57,7 +57,7 @@ def candidates(names: Sequence[str]) -> dict[str, Tuned]:
     """Forms by name, and each of their further tunings by name and number."""
     found: dict[str, Tuned] = {}
     for name in names:
-        for number, tuning in enumerate(FORMS[name].tunings):
+        for number, tuning in enumerate(FORMS[name].tunings or ({},)):
             found[f"{name}#{number}" if number else name] = FORMS[name], tuning
     return found
 
@@ -70,12 +70,10 @@ def points(plan: Plan, tokens: tuple[int, ...], lanes: tuple[int, ...]) -> Itera
         sites[widths[0][0], tuple(o for _, o in widths)] = None
     base = Point(tokens=1, d=1, o=(), ranks=(), block=plan.quantum, dtype=plan.dtype)
     for rows in tokens:
-        # Few layers of many rows: their outputs are all kept.
-        layers = 8 if rows <= 512 else 3
         for count in lanes:
             for d, o in sites:
                 ranks = ranks_of(plan, count)
-                yield replace(base, tokens=rows, d=d, o=o, ranks=ranks, layers=layers)
+                yield replace(base, tokens=rows, d=d, o=o, ranks=ranks)
 
 
 def sites_of(plan: Plan) -> list[tuple[Module, ...]]:
@@ -99,14 +97,15 @@ def row_of(point: Point, timed: Timed) -> Row:
     """The best tuning of each form at a point."""
     best: dict[str, tuple[float, dict[str, int]]] = {}
     for label, us in timed.forms.items():
-        name, _, number = label.partition("#")
+        name = label.partition("#")[0]
         if name not in best or us < best[name][0]:
-            best[name] = us, dict(FORMS[name].tunings[int(number or 0)])
+            best[name] = us, dict(candidates([name])[label][1])
     return Row(
         tokens=point.tokens,
         lanes=point.sizes.lanes,
         d=point.d,
         o=sum(point.o),
+        most=point.sizes.most,
         us={name: round(us - timed.link, 2) for name, (us, _) in best.items()},
         tuning={name: tuning for name, (_, tuning) in best.items() if tuning},
     )

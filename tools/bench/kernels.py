@@ -2,13 +2,14 @@
 
     python tools/bench/kernels.py forms --platform cuda
     python tools/bench/kernels.py forms --platform cuda --tokens 2048 --outputs 14336 --adapters 8
+    python tools/bench/kernels.py forms --platform cuda --vllm DIR
     python tools/bench/kernels.py resident --platform cuda
 
 `forms`: what adapters cost on top of the base projection, each form against the best of what
 published systems do (one_hot, gather, ragged, and laned in plain XLA), and base and adapters
 against the base alone. Decode batches have random adapters, prompts come in runs. Goals on an H200:
 never slower than the best baseline; 8 adapters of rank 16 at most +8 % at 16 and 128 tokens, +6 %
-at 2,048 and 8,192.
+at 2,048 and 8,192. With --vllm its Triton kernels, tuned, take their turn; goal 0.6 of them.
 `resident`: one active adapter among 32 resident ones against one alone. Goal: the same.
 
 `kernels_tpu.py` is the same for a TPU that is not there, by the compiler's static costs.
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import kernels_vllm
 from lines import emit, note
 
 _D = 4096
@@ -37,13 +40,24 @@ def forms(options: argparse.Namespace) -> None:
     from aot_lora.tuning.table import candidates
 
     wanted = candidates(options.form or tuple(FORMS))
-    grid = product(options.tokens, options.outputs, options.adapters, options.ranks)
-    for tokens, outputs, adapters, ranks in grid:
-        point = _point(options, tokens, outputs, adapters, _RANKS[ranks])
-        timed = measure(point, wanted, platform=options.platform)
-        case = f"kernels/{options.platform}/t{tokens}-o{outputs}-{adapters}x{ranks}"
+    grid = {
+        f"t{tokens}-o{outputs}-{adapters}x{ranks}": _point(
+            options, tokens, outputs, adapters, _RANKS[ranks]
+        )
+        for tokens, outputs, adapters, ranks in product(
+            options.tokens, options.outputs, options.adapters, options.ranks
+        )
+    }
+    vllm = None
+    if options.vllm:
+        vllm = kernels_vllm.Peer(options.vllm)
+        vllm.compile(grid.values())
+    for label, point in grid.items():
+        others = vllm.chains(point) if vllm else {}
+        timed = measure(point, wanted, platform=options.platform, others=others)
+        case = f"kernels/{options.platform}/{label}"
         base = timed.base - timed.link
-        costs = {label: us - timed.base for label, us in timed.forms.items()}
+        costs = {form: us - timed.base for form, us in timed.forms.items() if form not in others}
         best = _best(costs)
         baselines = {name: us for name, us in best.items() if name in _BASELINES}
         peer = min(baselines, key=lambda name: baselines[name], default="")
@@ -55,6 +69,16 @@ def forms(options: argparse.Namespace) -> None:
                 unit="us",
                 peer=f"best baseline, {peer}" if peer else None,
                 peer_value=baselines.get(peer),
+            )
+        if best and vllm:
+            fastest = min(best, key=lambda name: best[name])
+            emit(
+                case=case,
+                metric=f"{fastest}: adapters on top of the base",
+                value=best[fastest],
+                unit="us",
+                peer="vLLM's kernels, tuned",
+                peer_value=timed.forms[kernels_vllm.PAIR] - timed.forms[kernels_vllm.BASE],
             )
         if best:
             peers = {"the base alone": base}
@@ -113,7 +137,6 @@ def _point(
         o=(outputs,),
         ranks=tuple(ranks[n % len(ranks)] for n in range(adapters)),
         resident=resident,
-        layers=8 if tokens <= 512 else 3,
         block=16,
         dtype="float32" if options.platform == "cpu" else "bfloat16",
     )
@@ -152,6 +175,7 @@ def main() -> None:
         if name == "forms":
             part.add_argument("--adapters", type=int, nargs="+", default=(1, 8, 32))
             part.add_argument("--ranks", nargs="+", choices=_RANKS, default=tuple(_RANKS))
+            part.add_argument("--vllm", type=Path, metavar="DIR", help="see kernels_vllm.py")
     options = parser.parse_args()
     options.run(options)
 

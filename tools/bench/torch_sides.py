@@ -1,4 +1,4 @@
-"""The sides of `torch.py`, each in a fresh process: `torch_sides.py SIDE FOLDER START [STEPS]`.
+"""The sides of `torch_programs.py`, in fresh processes: `torch_sides.py SIDE FOLDER START [STEPS]`.
 
 FOLDER holds config, step and store, START is the clock when this process was started. Prints one
 JSON object.
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = sys.argv[2]  # not this folder: its torch.py is no torch; the step is in the other
+sys.path[0] = sys.argv[2]  # where the step is
 
 import numpy as np  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Torch: start through torchax from a store, and torch_xla's compiles after a warmup.
 
-    .venv-torch/bin/python tools/bench/torch.py start
-    .venv-torch/bin/python tools/bench/torch.py steps --steps 10000
+    .venv-torch/bin/python tools/bench/torch_programs.py start
+    .venv-torch/bin/python tools/bench/torch_programs.py steps --steps 10000
 
 Goals: `start` at most 1/5 of plain torchax with JAX's warm persistent cache; `steps` 0 compiles.
 Nothing here imports torch: it would find this file. `torch_sides.py` does, in processes of its own.
