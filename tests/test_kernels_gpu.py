@@ -78,6 +78,7 @@ def test_one_launch_without_adapters_is_the_base() -> None:
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("given", "tuning"),
     [
@@ -121,6 +122,7 @@ def test_one_launch_leaves_its_counters_as_it_found_them() -> None:
     assert [one.tobytes() for one in again] == [one.tobytes() for one in outputs]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("number", range(len(pallas_gpu.TUNINGS)))
 def test_every_tuning_of_one_launch_serves_all_that_it_does_not_refuse(number: int) -> None:
     given = served(3, (64,), 1024, (64, 192), dtype="bfloat16", quantum=64)

@@ -45,7 +45,9 @@ from aot_lora.targets.environment import worker_environment
 QUANTUM, LAYER = 8, np.int32(1)
 MIXED = (8, 16, 32, 64, 128)
 
-both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.once), "bfloat16"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +140,7 @@ def mixed() -> Batch:
     return Batch(MIXED, [*range(5), -1, 17] * 4 + [4] * 4, d=512, o=512, lanes=256)
 
 
+@pytest.mark.once
 @whenever_copies_are_done
 @pytest.mark.parametrize("sizes", SHRINK_SIZES)
 def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
@@ -149,6 +152,7 @@ def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
     assert not found[mixed.slots[:, None] != lanes].any()
 
 
+@pytest.mark.once
 @whenever_copies_are_done
 @pytest.mark.parametrize("sizes", EXPAND_SIZES)
 def test_expand_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
@@ -206,6 +210,7 @@ def test_segments_are_the_reference(
     assert same_bits(found[without], batch.base[without])
 
 
+@pytest.mark.once
 @whenever_copies_are_done
 @pytest.mark.parametrize("order", ["runs", "mixed up"])
 @pytest.mark.parametrize("sizes", [{"block_l": 128, "block_o": 128}, {"block_o": 256}])

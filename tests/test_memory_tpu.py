@@ -66,6 +66,7 @@ def tiny(folder: Path, *, length: int) -> Path:
     return path
 
 
+@pytest.mark.once
 def test_the_longest_cache_compiles(tmp_path: Path) -> None:
     done = cli("plan", tiny(tmp_path, length=256), "--memory", "--format", "json")
     assert done.returncode == errors.EXIT_OK, done.stderr
