@@ -304,7 +304,10 @@ TUNING = {
 }
 
 
-@pytest.mark.parametrize(("tuned", "dtype"), [(False, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("tuned", "dtype"),
+    [pytest.param(False, "float32", marks=pytest.mark.once), (True, "bfloat16")],
+)
 @pytest.mark.parametrize("name", TUNING)
 def test_a_form_is_the_reference(name: str, tuned: bool, dtype: str) -> None:
     """Two projections of one batch, as of a layer's site."""
