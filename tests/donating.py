@@ -1,8 +1,9 @@
-"""Run as a process of its own: a donated array is given again. It has to end with an exception.
+"""Run as a process of its own: a donated array is given again, which has to be an exception.
 
-python donating.py <case> <devices>
+python donating.py <devices>
 """
 
+import json
 import sys
 from typing import Any
 
@@ -18,8 +19,8 @@ from aot_lora.programs.mesh import AXIS, mesh_of
 CASES = ("again", "twice", "both donated", "in a tree", "deleted")
 
 
-def main(case: str, count: int) -> None:
-    """Prints the exception's type, and what still works after it."""
+def run(case: str, count: int) -> dict[str, Any]:
+    """The exception's type, and what still works after it."""
     mesh = mesh_of(jax.devices()[:count])
     sharding = (
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
@@ -60,12 +61,13 @@ def main(case: str, count: int) -> None:
             b.delete()
             add(a, b)
     except Exception as error:
-        print(type(error).__name__)
+        raised = type(error).__name__
     else:
-        print("no exception")
+        raised = "no exception"
     fresh = [jax.device_put(np.ones(8, np.float32), sharding) for _ in "ab"]
-    print(np.asarray(add(*fresh)).tolist())
+    return {"case": case, "raised": raised, "after": np.asarray(add(*fresh)).tolist()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for case in CASES:
+        print(json.dumps(run(case, int(sys.argv[1]))), flush=True)

@@ -13,9 +13,11 @@ from serving import cli, warm, write
 from aot_lora import Runtime, errors, load_config
 from aot_lora.decoder import Session, random_weights, specs
 
+# Of the steps, which take seconds each to compile, those of one size: with adapters and without.
+FEW = DECODER.replace("ranks: [4, 16]", "ranks: [16]").replace("buckets: [4, 24]", "buckets: [24]")
 # Heads, widths and vocabulary that four devices can share.
 SPLIT = (
-    DECODER.replace("kv_heads: 2", "kv_heads: 4")
+    FEW.replace("kv_heads: 2", "kv_heads: 4")
     .replace("vocab: 97", "vocab: 96")
     .replace("k_proj: [32, 16], v_proj: [32, 16]", "k_proj: [32, 32], v_proj: [32, 32]")
 )
@@ -90,12 +92,12 @@ def test_chips_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tp: int,
 
 def test_heads_that_a_mesh_does_not_divide_fail_their_programs_alone(tmp_path: Path) -> None:
     mesh = "mesh: {tp: 4}\n"
-    text = DECODER.replace("lm_head]", "down_proj]").replace("vocab: 97", "vocab: 96")
+    text = FEW.replace("lm_head]", "down_proj]").replace("vocab: 97", "vocab: 96")
     done = cli("warmup", write(tmp_path / "odd.yaml", text + mesh), "--jobs", 2)
 
     assert done.returncode == 2
     assert "2 kv_heads cannot be split over 4 chips" in done.stderr
-    assert re.search(r" [1-9]\d* compiled, 0 reused, 12 failed", done.stdout), done.stdout
+    assert re.search(r" [1-9]\d* compiled, 0 reused, 4 failed", done.stdout), done.stdout
 
 
 def test_a_split_that_no_decoder_has_is_refused(tmp_path: Path) -> None:

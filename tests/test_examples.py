@@ -16,7 +16,9 @@ EXAMPLES = ROOT / "docs" / "examples"
 @pytest.mark.parametrize(
     ("config", "script", "says"),
     [
-        ("cpu/quickstart", "serve_quickstart.py", "refused to compile"),
+        pytest.param(
+            *("cpu/quickstart", "serve_quickstart.py", "refused to compile"), marks=pytest.mark.once
+        ),
         (str(EXAMPLES / "two_layer_step.yaml"), "serve_two_layer_step.py", "bucket of 64"),
         (str(EXAMPLES / "nnx_step.yaml"), "serve_nnx_step.py", "bucket of 64"),
     ],

@@ -19,6 +19,10 @@ from aot_lora.kernels.lora_project.cases import CASES
 from aot_lora.kernels.sizes import Sizes
 from aot_lora.plan import TargetSpec
 
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.once), "bfloat16"]
+)
+
 
 def assert_right(form: Form, given: Served) -> None:
     """Close to the definition; and rows without an adapter are bit for bit the base."""
@@ -43,7 +47,7 @@ def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@both_dtypes
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_a_form_is_the_reference(form: Form, case: Any, dtype: str) -> None:
     tokens, ranks, d, outputs = case
@@ -72,7 +76,7 @@ def test_a_form_bears_what_is_odd(form: Form, given: Served) -> None:
     assert_right(form, given)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@both_dtypes
 def test_nan_in_an_inactive_adapter_stays_there(form: Form, dtype: str) -> None:
     given = served(8, (8, 16), 64, (64,), dtype=dtype)
     clean = run(form, given)

@@ -34,6 +34,7 @@ def until(warmup: subprocess.Popen[str], config: Path, *, stored: int) -> None:
     wait_for(lambda: len(artifacts_in(config.parent / "store")) >= stored)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("stored", [0, *random.Random(27).sample(range(1, 8), 2)])
 def test_killed(tiny_config: Path, stored: int) -> None:
     with process_group("warmup", tiny_config, "--jobs", 2) as warmup:

@@ -92,6 +92,7 @@ def test_the_environment_records_and_seals(tmp_path: Path) -> None:
     assert "'seal:env'" in done.stderr
 
 
+@pytest.mark.once
 def test_a_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     write_engine(tmp_path, ONE)
     drive(tmp_path, "record")
@@ -105,6 +106,7 @@ def test_a_changed_source_is_refused_by_name(tmp_path: Path) -> None:
     drive(tmp_path, "replay")
 
 
+@pytest.mark.once
 def test_a_changed_module_that_a_function_names_is_refused(tmp_path: Path) -> None:
     text = ONE.replace("donate_argnums=0", 'donate_argnums=0, sources=["kernels_of_mine"]')
     write_engine(tmp_path, text)
@@ -129,6 +131,7 @@ def test_what_jax_has_in_its_own_cache_is_recorded_as_well(tmp_path: Path) -> No
     assert drive(tmp_path, "replay")["found"] == plain["found"]
 
 
+@pytest.mark.once
 def test_a_damaged_artifact_is_refused_and_mended_by_recording(tmp_path: Path) -> None:
     write_engine(tmp_path, ONE)
     drive(tmp_path, "record")

@@ -37,7 +37,9 @@ QUANTUM, D_SIZE, O_SIZE = 8, 32, 48
 LAYERS, LAYER = 3, 1  # what a bank holds, and where the adapters of `serve` lie
 NOBODY = -2  # Owns the lanes that pad: no row has it as its slot.
 
-both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.once), "bfloat16"]
+)
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: str) -> np.ndarray:
@@ -214,6 +216,7 @@ def test_mixed_ranks_in_one_batch_are_five_separate_unpadded_runs(
         assert_close(together[rows], run_single(backend, alone), reduction=128)
 
 
+@pytest.mark.once
 @both_dtypes
 @given(data=st.data())
 def test_any_mix_of_adapters_is_the_reference(

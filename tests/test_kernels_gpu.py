@@ -78,6 +78,7 @@ def test_one_launch_without_adapters_is_the_base() -> None:
     )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("given", "tuning"),
     [
@@ -135,6 +136,7 @@ def test_one_launch_counts_on_from_call_to_call() -> None:
     assert [one.tobytes() for one in again] == [one.tobytes() for one in outputs]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("number", range(len(pallas_gpu.TUNINGS)))
 def test_every_tuning_of_one_launch_serves_all_that_it_does_not_refuse(number: int) -> None:
     given = served(3, (64,), 1024, (64, 192), dtype="bfloat16", quantum=64)

@@ -45,7 +45,9 @@ from aot_lora.targets.environment import worker_environment
 QUANTUM, LAYER = 8, np.int32(1)
 MIXED = (8, 16, 32, 64, 128)
 
-both_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.once), "bfloat16"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +140,7 @@ def mixed() -> Batch:
     return Batch(MIXED, [*range(5), -1, 17] * 4 + [4] * 4, d=512, o=512, lanes=256)
 
 
+@pytest.mark.once
 @whenever_copies_are_done
 @pytest.mark.parametrize("sizes", SHRINK_SIZES)
 def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
@@ -149,6 +152,7 @@ def test_shrink_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
     assert not found[mixed.slots[:, None] != lanes].any()
 
 
+@pytest.mark.once
 @whenever_copies_are_done
 @pytest.mark.parametrize("sizes", EXPAND_SIZES)
 def test_expand_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
@@ -165,12 +169,21 @@ def test_expand_in_any_blocks(mixed: Batch, sizes: dict[str, int]) -> None:
 
 
 def run_segments(module: Any, batch: Batch, block_t: int, **sizes: int) -> np.ndarray:
-    def run(base: Any, x: Any, a: Any, b: Any, blocks: Any, owners: Any, slots: Any) -> Any:
-        listed = segments(blocks, owners, slots, block_t)
-        return module.lora_segments(base, x, a, b, LAYER, listed, slots, **sizes)
-
     arrays = (batch.base, batch.x, batch.a_bank, batch.b_bank)
-    return np.asarray(jax.jit(run)(*arrays, batch.blocks, batch.owners, batch.slots))
+    indices = (batch.blocks, batch.owners, batch.slots)
+    return np.asarray(_segments(module, block_t, tuple(sizes.items()), *arrays, *indices))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))  # Here, so that equal shapes are compiled once.
+def _segments(
+    module: Any,
+    block_t: int,
+    sizes: tuple[tuple[str, int], ...],
+    *args: Any,
+) -> Any:
+    base, x, a, b, blocks, owners, slots = args
+    listed = segments(blocks, owners, slots, block_t)
+    return module.lora_segments(base, x, a, b, LAYER, listed, slots, **dict(sizes))
 
 
 RUNS = [0] * 20 + [-1] * 20 + [1] * 10 + [4] * 20 + [2] * 3 + [3] * 7  # of 80 tokens
@@ -206,15 +219,15 @@ def test_segments_are_the_reference(
     assert same_bits(found[without], batch.base[without])
 
 
+@pytest.mark.once
 @whenever_copies_are_done
-@pytest.mark.parametrize("order", ["runs", "mixed up"])
 @pytest.mark.parametrize("sizes", [{"block_l": 128, "block_o": 128}, {"block_o": 256}])
-def test_segments_in_any_blocks_and_any_order(order: str, sizes: dict[str, int]) -> None:
+def test_segments_in_any_blocks_and_any_order(sizes: dict[str, int]) -> None:
     """The block of tokens without adapters stands between two that have some."""
-    slots = RUNS if order == "runs" else np.random.default_rng(1).permutation(RUNS)
-    batch = Batch(MIXED, slots, lanes=256)
-
-    assert close(run_segments(segmented, batch, 16, **sizes), batch.expected(), reduction=128)
+    for slots in (RUNS, np.random.default_rng(1).permutation(RUNS)):
+        batch = Batch(MIXED, slots, lanes=256)
+        found = run_segments(segmented, batch, 16, **sizes)
+        assert close(found, batch.expected(), reduction=128)
 
 
 def test_segments_read_no_block_of_an_adapter_absent_from_the_tokens() -> None:
@@ -291,7 +304,10 @@ TUNING = {
 }
 
 
-@pytest.mark.parametrize(("tuned", "dtype"), [(False, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("tuned", "dtype"),
+    [pytest.param(False, "float32", marks=pytest.mark.once), (True, "bfloat16")],
+)
 @pytest.mark.parametrize("name", TUNING)
 def test_a_form_is_the_reference(name: str, tuned: bool, dtype: str) -> None:
     """Two projections of one batch, as of a layer's site."""

@@ -45,28 +45,30 @@ def test_the_table_has_what_the_compiler_says(topology: str) -> None:
 
 
 def tiny(folder: Path, *, length: int) -> Path:
-    """A small decoder for one v6e chip, whose cache takes 2 MiB for each token of length."""
+    """A small decoder for one v6e chip, whose cache takes 8 MiB for each token of length."""
     path = folder / "decoder.yaml"
     text = DECODER.replace("{platform: cpu}", '{platform: tpu, topology: "v6e:1x1"}')
     for written, wanted in {
         "  - lora\n": "",
         '  - {entry: "aot_lora.decoder:decode_step"}\n': "",
         "float32": "bfloat16",
+        "slots: [0, 3]": "slots: [3]",
         "[32, 32]": "[32, 1024]",
         "[32, 16]": "[32, 1024]",
         "o_proj: [32, 1024]": "o_proj: [1024, 32]",
         "head_dim: 8": "head_dim: 128",
         "heads: 4": "heads: 8",
         "kv_heads: 2": "kv_heads: 8",
-        "{sequences: 4, length: 48}": f"{{sequences: 256, length: {length}}}",
+        "{sequences: 4, length: 48}": f"{{sequences: 1024, length: {length}}}",
     }.items():
         text = text.replace(written, wanted)
     path.write_text(text)
     return path
 
 
+@pytest.mark.once
 def test_the_longest_cache_compiles(tmp_path: Path) -> None:
-    done = cli("plan", tiny(tmp_path, length=1024), "--memory", "--format", "json")
+    done = cli("plan", tiny(tmp_path, length=256), "--memory", "--format", "json")
     assert done.returncode == errors.EXIT_OK, done.stderr
     found = json.loads(done.stdout)["memory"]["tpu v6e:1x1"]
 
@@ -75,12 +77,12 @@ def test_the_longest_cache_compiles(tmp_path: Path) -> None:
     assert found["code"] > 0
     length = found["largest_kv_length"]
     assert length % 128 == 0
-    assert length > 8192
+    assert length > 2048
     assert found["total_at_largest"] <= found["device"]
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(tmp_path: Path) -> None:
-    done = cli("plan", tiny(tmp_path, length=2**15), "--memory")
+    done = cli("plan", tiny(tmp_path, length=2**13), "--memory")
     assert done.returncode == errors.EXIT_USAGE, done.stderr
     assert "largest kv_cache.length that fits" in done.stdout
     assert "the plan needs more memory than a device may give it" in done.stderr

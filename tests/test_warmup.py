@@ -130,6 +130,7 @@ def flip(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [flip, lambda data: data[:-1], lambda _: b""], ids=["flipped", "truncated", "empty"]
 )
+@pytest.mark.once
 def test_a_damaged_artifact_is_refused_then_rebuilt(
     copy: Path, damage: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_damaged_artifact_is_refused_then_rebuilt(
     Runtime.open(copy).close()
 
 
+@pytest.mark.once
 def test_a_missing_artifact_is_refused_then_rebuilt(copy: Path) -> None:
     victim = artifacts_in(copy.parent / "store")[3]
     victim.unlink()
@@ -163,6 +165,7 @@ def test_a_missing_artifact_is_refused_then_rebuilt(copy: Path) -> None:
     assert not (copy.parent / "store" / "damaged").exists()
 
 
+@pytest.mark.once
 def test_a_whole_artifact_in_another_s_place_is_refused_then_rebuilt(copy: Path) -> None:
     first, second, *_ = artifacts_in(copy.parent / "store")
     shutil.copy(first, second)
@@ -178,6 +181,7 @@ def test_a_whole_artifact_in_another_s_place_is_refused_then_rebuilt(copy: Path)
     Runtime.open(copy).close()
 
 
+@pytest.mark.once
 def test_an_artifact_that_another_warmup_rebuilt_is_kept(copy: Path) -> None:
     def other_digest(manifest: dict[str, list[dict[str, str]]]) -> None:
         manifest["entries"][0]["digest"] = "0" * 64
@@ -189,6 +193,7 @@ def test_an_artifact_that_another_warmup_rebuilt_is_kept(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 9}'])
+@pytest.mark.once
 def test_a_damaged_manifest_is_refused_then_rewritten(copy: Path, text: str) -> None:
     path = store_of(copy).manifest_path(identity_of(copy))
     path.write_text(text)
@@ -203,6 +208,7 @@ def test_a_damaged_manifest_is_refused_then_rewritten(copy: Path, text: str) -> 
 # --- Disks --------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_a_full_disk_stops_it_and_more_space_lets_it_finish(
     write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -223,6 +229,7 @@ def test_a_full_disk_stops_it_and_more_space_lets_it_finish(
         assert (report["compiled"], report["reused"]) == (VARIANTS - stored, stored)
 
 
+@pytest.mark.once
 def test_a_read_only_store_serves_and_refuses_new_work(
     write_config: Callable[..., Path], tmp_path: Path
 ) -> None:

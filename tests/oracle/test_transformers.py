@@ -40,7 +40,7 @@ kv_cache: {{sequences: 3, length: 300}}
 target: {{platform: cpu}}
 lora:
   modules: {modules}
-  ranks: [4, 16]
+  ranks: [16]
   slots: [0, 3]
   max_adapters: 3
   dtype: float32
