@@ -69,7 +69,7 @@ def compare(config_path: str, store: str, label: str) -> None:
         options["xla_gpu_load_autotune_results_from"] = str(config.autotune_path.absolute())
     found: dict[str, list[Compared]] = defaultdict(list)
     for variant in alone.values():
-        one = _compare(worker, variant, loaded[variant].executable, options)
+        one = _compare(config, worker, variant, loaded[variant].executable, options)
         found[variant.program].append(one)
         for difference in one.differs:
             print(json.dumps({"case": case, "variant": one.name, **difference}), flush=True)
@@ -88,7 +88,9 @@ def compare(config_path: str, store: str, label: str) -> None:
     jax.clear_caches()
 
 
-def _compare(worker: Any, variant: Any, ours: Any, options: dict[str, str]) -> Compared:
+def _compare(
+    config: Any, worker: Any, variant: Any, ours: Any, options: dict[str, str]
+) -> Compared:
     import jax
     import numpy as np
 
@@ -100,7 +102,7 @@ def _compare(worker: Any, variant: Any, ours: Any, options: dict[str, str]) -> C
     compile_s = time.perf_counter() - began
     program = worker.catalog.program(variant)
     make = _Arrays(zlib_seed(variant.name))
-    arguments = jax.tree.map(make, program.args)
+    arguments = tuple(_placed(one, config.plan) for one in jax.tree.map(make, program.args))
     results = []
     for executable in (ours, device):
         put = _put(arguments, program.args)
@@ -123,6 +125,26 @@ def _compare(worker: Any, variant: Any, ours: Any, options: dict[str, str]) -> C
         put = _put(arguments, program.args)
         times = [_time(executable, put) for executable in (ours, device)]
     return Compared(variant.name, tuple(differs), compile_s, *times)
+
+
+def _placed(argument: Any, plan: Any) -> Any:
+    """Rows of a decoder's step at places of their own in the cache.
+
+    Where two rows write to one place, the winner is another each time. Up to as many rows as there
+    are sequences are one of each; more are prompts, behind empty rows of decode.
+    """
+    import numpy as np
+
+    if not (isinstance(argument, dict) and "positions" in argument):
+        return argument
+    cache, rows = plan.cache, np.arange(len(argument["positions"]), dtype=np.int32)
+    if len(rows) <= cache.sequences:
+        return argument | {"sequences": rows, "positions": rows * 0}
+    at, decode = rows - cache.sequences, rows < cache.sequences
+    return argument | {
+        "sequences": np.where(decode, rows, at // cache.length).astype(np.int32),
+        "positions": np.where(decode, -1, at % cache.length).astype(np.int32),
+    }
 
 
 def _put(arrays: Any, abstract: Any) -> Any:
