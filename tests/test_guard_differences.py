@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from aot_lora import _jax_compat, forbid_compile
-from aot_lora._jax_compat import stack
+from aot_lora._jax_compat import calls, stack
 from aot_lora.errors import RecompileError
 from aot_lora.runtime import differences, guard
 from aot_lora.signature import ArraySpec, Signature
@@ -246,12 +246,12 @@ def test_the_difference_from_a_variant(case: str) -> None:
 def test_a_cast_is_told_from_a_variant_even_where_the_types_agree() -> None:
     known = signature(jax.jit(fresh()), X, HALF, 3)
 
-    found = _jax_compat.call_of(fresh(), X.astype(np.float64), HALF, 3)
+    found = calls.call_of(fresh(), X.astype(np.float64), HALF, 3)
 
     assert differences.differences(known, found) == (
         "x: a numpy float64 array, silently cast to f32[16,64], was an f32[16,64] array",
     )
-    assert not differences.differences(known, _jax_compat.call_of(fresh(), X, HALF, 3))
+    assert not differences.differences(known, calls.call_of(fresh(), X, HALF, 3))
 
 
 def test_the_whole_text() -> None:
@@ -533,8 +533,8 @@ class Odd:
 
 
 def test_odd_static_values_do_not_hurt() -> None:
-    before = _jax_compat.Call(function="step", arguments=(), static={"n": Odd()})
-    after = _jax_compat.Call(function="step", arguments=(), static={"n": Odd(), "m": 1})
+    before = calls.Call(function="step", arguments=(), static={"n": Odd()})
+    after = calls.Call(function="step", arguments=(), static={"n": Odd(), "m": 1})
 
     first, second = differences.differences(before, after)
 
@@ -546,8 +546,8 @@ def test_odd_static_values_do_not_hurt() -> None:
 def test_a_stored_executable_is_for_the_first_device() -> None:
     spec = ArraySpec(shape=(4,), dtype="float32", name="x")
     known = signature(jax.jit(lambda x: x), X[0, :4])
-    argument = _jax_compat.Argument(spec=spec, committed=True, sharding="cpu:1", elsewhere=True)
-    call = _jax_compat.Call(function="f", arguments=(argument,))
+    argument = calls.Argument(spec=spec, committed=True, sharding="cpu:1", elsewhere=True)
+    call = calls.Call(function="f", arguments=(argument,))
 
     assert differences.differences(known, call) == (
         "x: committed to cpu:1, was for this host's first device",
@@ -557,8 +557,8 @@ def test_a_stored_executable_is_for_the_first_device() -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (_jax_compat, "calls_at_hand"),
-        (_jax_compat, "_call"),
+        (guard, "calls_at_hand"),
+        (calls, "_call"),
         (differences, "nearest"),
         (differences, "compare"),
         (stack, "caller"),

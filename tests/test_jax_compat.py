@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aot_lora import _jax_compat
-from aot_lora._jax_compat import hooks
+from aot_lora._jax_compat import calls, hooks
 from aot_lora.errors import ProgramError
 
 F32 = jax.ShapeDtypeStruct((4,), "float32")
@@ -165,7 +165,7 @@ def seen_by_the_hook(work: Callable[[], Any]) -> Any:
     seen: list[Any] = []
 
     def spy(real: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(_jax_compat.calls_at_hand())
+        seen.append(calls.calls_at_hand())
         return real(*args, **kwargs)
 
     with hooks.compile_hook(spy):
@@ -229,7 +229,7 @@ def test_looking_at_the_calls_traces_and_lowers_nothing() -> None:
 
     def look(real: Any, *args: Any, **kwargs: Any) -> Any:
         before = [c.cache_info().misses for c in (pjit._pjit_lower, pjit._infer_params_cached)]
-        _jax_compat.calls_at_hand()
+        calls.calls_at_hand()
         after = [c.cache_info().misses for c in (pjit._pjit_lower, pjit._infer_params_cached)]
         sizes.append((before, after))
         return real(*args, **kwargs)
@@ -242,7 +242,7 @@ def test_looking_at_the_calls_traces_and_lowers_nothing() -> None:
 
 
 def test_no_call_is_found_where_nothing_is_compiled() -> None:
-    assert _jax_compat.calls_at_hand() == (None, ())
+    assert calls.calls_at_hand() == (None, ())
 
 
 def test_a_call_described_ahead_is_the_one_that_is_made() -> None:
@@ -252,7 +252,7 @@ def test_a_call_described_ahead_is_the_one_that_is_made() -> None:
     args, kwargs = ({"x": np.ones((2, 3), "float32")}, np.float64(1)), {"by": 2.0}
 
     made, _ = seen_by_the_hook(lambda: jax.jit(scaled)(*args, **kwargs))
-    ahead = _jax_compat.call_of(scaled, *args, **kwargs)
+    ahead = calls.call_of(scaled, *args, **kwargs)
 
     assert ahead.arguments == made.arguments
     assert ahead.tree == made.tree
@@ -260,7 +260,7 @@ def test_a_call_described_ahead_is_the_one_that_is_made() -> None:
 
 def test_a_signature_is_the_call_that_it_was_warmed_for() -> None:
     traced, lowered = lower("donated")
-    call = _jax_compat.call_of_signature(_jax_compat.signature_of(traced, lowered))
+    call = calls.call_of_signature(_jax_compat.signature_of(traced, lowered))
 
     assert [(a.spec.name, a.donated) for a in call.arguments] == [("x", True), ("y", False)]
     assert call.tree == lowered.in_tree

@@ -21,6 +21,7 @@ from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import NOBODY
 from aot_lora.kernels.forms import FORMS, PLAIN, Form
 from aot_lora.kernels.lora_project import mosaic_gpu, pallas_gpu
+from aot_lora.kernels.lora_project.one_launch import EARLY
 from aot_lora.kernels.lora_shrink import pallas_gpu as shrink
 from aot_lora.kernels.lora_shrink import reference as shrink_reference
 from aot_lora.kernels.sizes import Sizes
@@ -109,7 +110,7 @@ def test_one_launch_takes_of_many_granules_those_that_are_used(quantum: int, ahe
     given = served(16, (16,) * 12, 64, (32,), quantum=quantum, slots=[0, 9] * 8)
     lanes = prepared(given.batch(), quantum=quantum, most=given.most)
 
-    assert lanes.granules.shape[1] > pallas_gpu._EARLY
+    assert lanes.granules.shape[1] > EARLY
     assert lanes.counts.tolist() == [2]
     assert_right(one_launch(ahead=ahead), given)
 

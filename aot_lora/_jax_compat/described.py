@@ -13,7 +13,7 @@ from jax._src import config as jax_config
 from jax._src.sharding_impls import UnspecifiedValue
 from jax.sharding import Mesh, Sharding
 
-from aot_lora._jax_compat import Argument, Call, _sharding_text
+from aot_lora._jax_compat.calls import Argument, Call, _sharding_text
 from aot_lora._jax_compat.stack import portable
 from aot_lora._jax_compat.trees import tree_text
 from aot_lora.errors import ProgramError

@@ -12,7 +12,7 @@ from jax._src import api_util, core, tree_util
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax
 
-from aot_lora._jax_compat import Argument, _argument
+from aot_lora._jax_compat.calls import Argument, _argument
 from aot_lora._jax_compat.constants import refuse_held_arrays as refuse_held_arrays
 from aot_lora._jax_compat.placement import is_traced, sharding_of, sharding_text
 from aot_lora._jax_compat.trees import tree_text

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from aot_lora import _jax_compat
-from aot_lora._jax_compat import Call, hooks, stack
+from aot_lora._jax_compat import hooks, stack
+from aot_lora._jax_compat.calls import Argument, Call, calls_at_hand
 from aot_lora._jax_compat.described import call_fields, tree_texts
 from aot_lora.lowering.fingerprint import fingerprint
 from aot_lora.signature import ArraySpec
@@ -24,7 +24,7 @@ def describe(
       call: where the hook has looked for it already.
     """
     backend, computation, _, options, *_ = compile_arguments
-    call = call or _jax_compat.calls_at_hand(earlier=False)[0] or _call_of(computation)
+    call = call or calls_at_hand(earlier=False)[0] or _call_of(computation)
     if call.options is None:
         call = replace(call, options=dict(options.env_option_overrides))
     frames, at = stack.user_frames()
@@ -41,5 +41,5 @@ def _call_of(computation: Any) -> Call:
     """Where this release of JAX comes to its compiler by a way that we do not know."""
     name, types = hooks.computation_text(computation)
     specs = [ArraySpec.parse(text, name=f"argument {n}") for n, text in enumerate(types)]
-    arguments = tuple(_jax_compat.Argument(spec=spec) for spec in specs)
+    arguments = tuple(Argument(spec=spec) for spec in specs)
     return Call(function=name.removeprefix("jit_"), arguments=arguments)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from aot_lora import _jax_compat
-from aot_lora._jax_compat import Call, hooks
+from aot_lora._jax_compat import hooks
+from aot_lora._jax_compat.calls import Call, calls_at_hand
 from aot_lora._jax_compat.described import call_from, context_now
 from aot_lora.capture.compiles import describe
 from aot_lora.capture.reasons import AGAIN, described, differences_text, reason
@@ -49,7 +49,7 @@ def watch() -> Generator[list[Watched]]:
     def hook(inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
         __tracebackhide__ = True
         try:
-            call, earlier = _jax_compat.calls_at_hand()
+            call, earlier = calls_at_hand()
             fields = describe(args, context, call)
             why = _why(fields, before, call, earlier)
             before.append(fields)

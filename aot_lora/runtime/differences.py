@@ -8,7 +8,7 @@ from heapq import nsmallest
 from itertools import zip_longest
 from math import log
 
-from aot_lora._jax_compat import (
+from aot_lora._jax_compat.calls import (
     Argument,
     Call,
     call_of_signature,
@@ -45,7 +45,7 @@ def differences(expected: Signature | Call, found: Call) -> tuple[str, ...]:
 
     Args:
       expected: the signature of a stored executable, or an earlier call.
-      found: the call; `_jax_compat.call_of` describes one.
+      found: the call; `calls.call_of` describes one.
 
     Returns:
       Nothing where the call fits.

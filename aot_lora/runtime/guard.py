@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from aot_lora import _jax_compat
 from aot_lora._jax_compat import hooks, stack
+from aot_lora._jax_compat.calls import calls_at_hand
 from aot_lora.errors import RecompileError
 from aot_lora.runtime import differences
 from aot_lora.signature import Signature
@@ -156,7 +156,7 @@ _NEXT_BY_KIND = {
 
 
 def _explained(reason: str | None, seals: list[tuple[str, Variants]]) -> RecompileError:
-    call, earlier = _jax_compat.calls_at_hand()
+    call, earlier = calls_at_hand()
     if call is None:
         raise LookupError("no call on the stack")
     place, eager = stack.caller()

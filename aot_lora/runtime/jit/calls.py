@@ -9,7 +9,7 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from aot_lora._jax_compat import Call
+from aot_lora._jax_compat.calls import Call
 from aot_lora._jax_compat.described import Text
 from aot_lora._jax_compat.dispatch import Given, options_of, recorded_arguments
 from aot_lora._jax_compat.placement import context_texts
