@@ -6,6 +6,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # Before anything imports jax.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # for meshes and replicas
 os.environ.pop("AOT_LORA_CACHE", None)  # A store of the caller's is not for tests.
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from serving import shared_folder, write_served
 
 from aot_lora import load_config
 from aot_lora.warmup import warmup
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # In the background a shell turns it off.
 
 settings.register_profile("shared host", deadline=None)  # A compile, or a busy core, is no bug.
 settings.load_profile("shared host")
