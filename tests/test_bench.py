@@ -48,6 +48,7 @@ def v6e(write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> P
     return path
 
 
+@pytest.mark.once
 def test_the_table_is_on_stdout_and_the_points_on_stderr(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

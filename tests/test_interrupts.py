@@ -58,6 +58,7 @@ def starting(warmup: subprocess.Popen[str]) -> bool:
     return any(mask >> (signal.SIGINT - 1) & 1 for mask in masks)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("moment", ["before the workers", "while they start", "on the way"])
 def test_interrupted(tiny_config: Path, moment: str) -> None:
     with process_group("warmup", tiny_config, "--jobs", 2) as warmup:

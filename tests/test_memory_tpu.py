@@ -81,6 +81,7 @@ def test_the_longest_cache_compiles(tmp_path: Path) -> None:
     assert found["total_at_largest"] <= found["device"]
 
 
+@pytest.mark.once
 def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(tmp_path: Path) -> None:
     done = cli("plan", tiny(tmp_path, length=2**13), "--memory")
     assert done.returncode == errors.EXIT_USAGE, done.stderr

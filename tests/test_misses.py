@@ -73,6 +73,7 @@ def test_a_batch_beyond_the_plan_is_refused_once_and_served_later(config: Path) 
     assert cli("verify", config).returncode == 0
 
 
+@pytest.mark.once
 def test_more_lanes_than_the_plan_has_become_a_bucket_of_the_banks_lanes(config: Path) -> None:
     config.write_text(config.read_text().replace("slots: [0, 1, 2]", "slots: [0, 1]"))
     warm(config)
@@ -105,6 +106,7 @@ def wait_for_failure(runtime: Runtime) -> str:
     return runtime._misses.failure
 
 
+@pytest.mark.once
 def test_a_warmup_that_fails_is_tried_once_and_what_it_built_serves(config: Path) -> None:
     engine = config.parent / "engine.py"
     engine.write_text(
@@ -124,6 +126,7 @@ def test_a_warmup_that_fails_is_tried_once_and_what_it_built_serves(config: Path
         assert runtime.metrics.background_failures.value == 1
 
 
+@pytest.mark.once
 def test_a_server_takes_up_nothing_of_sources_that_changed_under_it(config: Path) -> None:
     with Runtime.open(config) as runtime:
         (config.parent / "engine.py").write_text(ENGINE + "# another\n")
@@ -135,6 +138,7 @@ def test_a_server_takes_up_nothing_of_sources_that_changed_under_it(config: Path
         assert runtime.plan.tokens.buckets == (4, 16)
 
 
+@pytest.mark.once
 def test_a_store_that_cannot_be_written_is_no_reason_to_stop(config: Path) -> None:
     with Runtime.open(config) as runtime:
         (load_config(config).store_root / "misses").write_text("in the way")
@@ -144,6 +148,7 @@ def test_a_store_that_cannot_be_written_is_no_reason_to_stop(config: Path) -> No
         assert check(runtime, 16)[0] == 16
 
 
+@pytest.mark.once
 def test_closing_ends_a_warmup_that_runs(config: Path) -> None:
     with Runtime.open(config) as runtime:
         with pytest.raises(OutOfPlanError):

@@ -95,6 +95,7 @@ def test_a_grown_config_compiles_only_what_is_new(copy: Path) -> None:
     assert {e.key in old for e in manifest_of(copy).entries if e.seconds is None} == {True}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_the_number_of_workers_does_not_matter(tiny_config: Path, warmed: Path, jobs: int) -> None:
     report = warm(tiny_config, "--jobs", jobs)
@@ -265,6 +266,7 @@ def double(x):
 """
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("fault", "reason", "code"),
     [

@@ -199,7 +199,7 @@ def _configs(point: Any) -> dict[str, list[tuple[int, ...]]]:
     else:
         shrink = product((32, 64, 128), (wide,), (64, 128), (1, 4, 8), (4,), (3,))
         expand = product((32, 64, 128), (128, 256), (wide,), (4, 8), (2,))
-        default = (32, 16, 256 if point.tokens < 128 else 32, 8, 4, 2)
+        default = (32, 16, 32, 8, 4, 2)
     return {"shrink": [default, *shrink], "expand": [(64, 128, 32, 4, 2), *expand]}
 
 
