@@ -56,46 +56,41 @@ def forms(options: argparse.Namespace) -> None:
         others = vllm.chains(point) if vllm else {}
         timed = measure(point, wanted, platform=options.platform, others=others)
         case = f"kernels/{options.platform}/{label}"
-        base = timed.base - timed.link
-        costs = {form: us - timed.base for form, us in timed.forms.items() if form not in others}
-        best = _best(costs)
-        baselines = {name: us for name, us in best.items() if name in _BASELINES}
-        peer = min(baselines, key=lambda name: baselines[name], default="")
-        for name, us in best.items():
-            emit(
-                case=case,
-                metric=f"{name}: adapters on top of the base",
-                value=us,
-                unit="us",
-                peer=f"best baseline, {peer}" if peer else None,
-                peer_value=baselines.get(peer),
-            )
-        if best and vllm:
-            fastest = min(best, key=lambda name: best[name])
-            emit(
-                case=case,
-                metric=f"{fastest}: adapters on top of the base",
-                value=best[fastest],
-                unit="us",
-                peer="vLLM's kernels, tuned",
-                peer_value=timed.forms[kernels_vllm.PAIR] - timed.forms[kernels_vllm.BASE],
-            )
-        if best:
-            peers = {"the base alone": base}
-            if options.platform == "cuda":
-                peers["floor of an H200's bytes and FLOPs"] = _floor(point) * 1e6
-            fastest = min(best, key=lambda name: best[name])
-            for peer, value in peers.items():
-                emit(
-                    case=case,
-                    metric=f"base and adapters, {fastest}",
-                    value=base + best[fastest],
-                    unit="us",
-                    peer=peer,
-                    peer_value=value,
-                )
-        for label, why in timed.refused.items():
-            note(f"{case}: not {label}: {why}")
+        for form, why in timed.refused.items():
+            note(f"{case}: not {form}: {why}")
+        floor = _floor(point) * 1e6 if options.platform == "cuda" else None
+        _tell(case, timed, {label: timed.forms.pop(label) for label in others}, floor)
+
+
+def _tell(case: str, timed: Any, vllm: dict[str, float], floor: float | None) -> None:
+    """Prints what adapters add in each form, and the fastest beside its peers."""
+    base = timed.base - timed.link
+    best = _best({form: us - timed.base for form, us in timed.forms.items()})
+    if not best:
+        return
+    baselines = {name: us for name, us in best.items() if name in _BASELINES}
+    peer = min(baselines, key=lambda name: baselines[name], default="")
+    for name, us in best.items():
+        emit(
+            case=case,
+            metric=f"{name}: adapters on top of the base",
+            value=us,
+            unit="us",
+            peer=f"best baseline, {peer}" if peer else None,
+            peer_value=baselines.get(peer),
+        )
+    fastest = min(best, key=lambda name: best[name])
+    both = f"base and adapters, {fastest}"
+    rows = [(both, base + best[fastest], "the base alone", base)]
+    if floor:
+        rows.append((both, base + best[fastest], "floor of an H200's bytes and FLOPs", floor))
+    if vllm:
+        alone, pair = vllm[kernels_vllm.BASE], vllm[kernels_vllm.PAIR]
+        added = f"{fastest}: adapters on top of the base"
+        rows.append((added, best[fastest], "vLLM's kernels, tuned", pair - alone))
+        rows.append(("the base alone", base, "PyTorch's", alone))
+    for metric, value, other, other_value in rows:
+        emit(case=case, metric=metric, value=value, unit="us", peer=other, peer_value=other_value)
 
 
 def resident(options: argparse.Namespace) -> None:
