@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,21 +108,12 @@ def _check(
         _write(path, text)
         note(f"wrote {path}")
         lock = read_lock(path)
-    failures: Mapping[str, Failure] = traced.failures
-    found: Comparison | None = None
-    if lock is not None and not (update and failures):
-        untraced = frozenset(failures)
-        lock = lock.of(torch_xla=False)
-        found = compare(lock, traced.lines, plan=plan, untraced=untraced, jax=jax, options=options)
-    return Checked(
-        name=config.path.name if found is None else str(path),
-        config=config,
-        found=found,
-        groups=groups(found) if found else (),
-        failures=failures,
-        differing=differing,
-        left_alone=update and bool(failures),
-    )
+    left_alone, found = update and bool(traced.failures), None
+    if lock is not None and not left_alone:
+        untraced, own = frozenset(traced.failures), lock.of(torch_xla=False)
+        found = compare(own, traced.lines, plan=plan, untraced=untraced, jax=jax, options=options)
+    checked = _checked(config, found, traced.failures, left_alone)
+    return replace(checked, differing=differing)
 
 
 def _check_torch_xla(config: Config, update: bool) -> Checked:
@@ -139,19 +131,28 @@ def _check_torch_xla(config: Config, update: bool) -> Checked:
         _write(path, _anew(lock, traces, plan, jax, options))
         note(f"wrote {path}")
         lock = read_lock(path)
-    found: Comparison | None = None
-    if lock is not None and not (update and failures):
+    left_alone, found = update and bool(failures), None
+    if lock is not None and not left_alone:
         own, untraced = lock.of(torch_xla=True), frozenset(failures)
         found = compare(
             own, lines, plan=plan, untraced=untraced, jax=lock.jax, options=lock.options
         )
+    return _checked(config, found, failures, left_alone)
+
+
+def _checked(
+    config: Config,
+    found: Comparison | None,
+    failures: Mapping[str, Failure],
+    left_alone: bool,
+) -> Checked:
     return Checked(
-        name=config.path.name if found is None else str(path),
+        name=config.path.name if found is None else str(config.lock_path),
         config=config,
         found=found,
         groups=groups(found) if found else (),
         failures=failures,
-        left_alone=update and bool(failures),
+        left_alone=left_alone,
     )
 
 

@@ -55,6 +55,17 @@ backend = click.option(
 )
 
 
+memory_option = click.option(
+    "--memory", is_flag=True, help="Compile the largest steps for the memory they need."
+)
+sequences_option = click.option(
+    "--sequences",
+    type=int,
+    metavar="COUNT",
+    help="Of --traffic: requests at once. [default: kv_cache's, or 256]",
+)
+
+
 def read_config(name: str, store: str | None, *, limited: bool = True) -> Config:
     """Loads a config and says its warnings on stderr; unless `limited`, whatever its plan costs."""
     config = (load_config if limited else read)(name, store=store)

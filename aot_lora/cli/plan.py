@@ -12,7 +12,16 @@ import click
 from aot_lora.cli import forms
 from aot_lora.cli.lints import lint_json, lints_of, show_used, used_by, uses_json
 from aot_lora.cli.memory import as_json, show
-from aot_lora.cli.options import common, emit, note, read_config, size, table
+from aot_lora.cli.options import (
+    common,
+    emit,
+    memory_option,
+    note,
+    read_config,
+    sequences_option,
+    size,
+    table,
+)
 from aot_lora.config import Config
 from aot_lora.config.limits import hold_limits
 from aot_lora.errors import ConfigError
@@ -24,11 +33,10 @@ from aot_lora.warmup.memory import memory_report
 @click.command()
 @common
 @click.option("--variants", "list_variants", is_flag=True, help="List every variant's name.")
-@click.option("--memory", is_flag=True, help="Compile the largest steps for the memory they need.")
+@memory_option
 @click.option("--traffic", type=click.Path(path_type=Path), metavar="FILE",
               help="Say which token buckets a recorded trace uses, as `fit` reads it.")  # fmt: skip
-@click.option("--sequences", type=int, metavar="COUNT",
-              help="Of --traffic: requests at once. [default: kv_cache's, or 256]")  # fmt: skip
+@sequences_option
 @click.option("--worth", type=float, metavar="POINTS",
               help="Of --traffic: waste that a bucket has to save. [default: 1]")  # fmt: skip
 def command(

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from aot_lora.cli.gather import gather
-from aot_lora.cli.options import common, emit, note, size
+from aot_lora.cli.options import common, emit, memory_option, note, sequences_option, size
 from aot_lora.config import Config
 from aot_lora.config.limits import hold_limits
 from aot_lora.config.load import read
@@ -25,12 +25,11 @@ _STDOUT = "-"
 @click.command()
 @common
 @click.option("-o", "--output", required=True, metavar="FILE", help="The HTML file; - is stdout.")
-@click.option("--memory", is_flag=True, help="Compile the largest steps for the memory they need.")
+@memory_option
 @click.option("--traffic", type=click.Path(path_type=Path), metavar="FILE",
               help="Show the token buckets under a recorded trace. [default: the one that CONFIG "
               "fits them to, if it does]")  # fmt: skip
-@click.option("--sequences", type=int, metavar="COUNT",
-              help="Of --traffic: requests at once. [default: kv_cache's, or 256]")  # fmt: skip
+@sequences_option
 def command(
     config: str,
     store: str | None,
