@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 BASE, PAIR = "vllm: base", "vllm"
 _OPS = "vllm.lora.ops.triton_ops"
+_DEVICE = "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,11 @@ class Peer:
         """The base alone, and with the pair in its best tuning, checked: by label, to be timed."""
         import torch
 
-        from aot_lora.tuning.measure import Chain
+        from aot_lora.tuning.measure import Chain, slots_of
 
-        batch = self._batch(point)
+        batch = _drawn(
+            self._ops, slots_of(point), point.ranks, point.d, point.o[0], layers=point.depth
+        )
         best = {
             kind: min(configs, key=lambda config: self._seconds(batch, kind, config, point))
             for kind, configs in _configs(point).items()
@@ -71,8 +75,8 @@ class Peer:
 
         def both(layer: int) -> None:
             base(layer)
-            self._run(batch, "shrink", best["shrink"], layer)
-            self._run(batch, "expand", best["expand"], layer)
+            for kind, config in best.items():
+                _run(self._ops, batch, kind, config, layer)
 
         self._check(batch, both, point)
         count = point.turns * point.depth
@@ -81,48 +85,13 @@ class Peer:
             for label, work in ((BASE, base), (PAIR, both))
         }
 
-    def _batch(self, point: Any) -> _Batch:
-        import torch
-
-        from aot_lora.tuning.measure import slots_of
-
-        def drawn(*shape: int) -> Any:
-            return torch.randn(shape, dtype=torch.bfloat16, device="cuda") * shape[-1] ** -0.5
-
-        (o,), rank, count = point.o, max(point.ranks), len(point.ranks)
-        slots = torch.from_numpy(slots_of(point)).cuda()
-        meta = self._ops.meta.LoRAKernelMeta.make(count, point.tokens, "cuda")
-        meta.prepare_tensors(slots)
-        return _Batch(
-            x=drawn(point.tokens, point.d),
-            weights=[drawn(point.d, o) for _ in range(point.depth)],
-            banks=[
-                (drawn(count, rank, point.d), drawn(count, o, rank)) for _ in range(point.depth)
-            ],
-            slots=slots,
-            meta=meta.meta_args(point.tokens, True),
-            h=torch.empty((1, point.tokens, rank), dtype=torch.float32, device="cuda"),
-            y=torch.empty((point.tokens, o), dtype=torch.bfloat16, device="cuda"),
-        )
-
-    def _run(self, batch: _Batch, kind: str, config: tuple[int, ...], layer: int) -> None:
-        a, b = batch.banks[layer]
-        module = getattr(self._ops, kind)
-        module.get_lora_op_configs = lambda *_, **__: _named(kind, config)
-        if kind == "shrink":
-            module._lora_shrink(batch.x, [a], batch.h, *batch.meta, 1.0)
-        else:
-            module._lora_expand(batch.h, [b], batch.y, *batch.meta, add_inputs=True)
-
     def _seconds(self, batch: _Batch, kind: str, config: tuple[int, ...], point: Any) -> float:
         import torch
 
-        try:
-            graph = _graph(lambda layer: self._run(batch, kind, config, layer), point)
-        except Exception as error:  # Triton's own classes: too much shared memory, for one.
-            if "OutOfResources" not in type(error).__name__:
-                raise
+        run = partial(_run, self._ops, batch, kind, config)
+        if not _fits(run):
             return float("inf")
+        graph = _graph(run, point)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         graph.replay()
         began.record()
@@ -144,6 +113,50 @@ class Peer:
         error = float(torch.linalg.norm(batch.y.float() - right) / torch.linalg.norm(right))
         if not error < 0.02:
             raise ArithmeticError(f"vLLM's kernels at {point}: off by {error:.2g}")
+
+
+def _drawn(ops: _Ops, slots: Any, ranks: tuple[int, ...], d: int, o: int, *, layers: int) -> _Batch:
+    """Random arrays for rows of these slots [T], and all that the kernels ask of a batch."""
+    import torch
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, dtype=torch.bfloat16, device=_DEVICE) * shape[-1] ** -0.5
+
+    tokens, count, rank = len(slots), len(ranks), max(ranks)
+    slots = torch.from_numpy(slots).to(_DEVICE)
+    meta = ops.meta.LoRAKernelMeta.make(count, tokens, _DEVICE)
+    meta.prepare_tensors(slots)
+    return _Batch(
+        x=normal(tokens, d),
+        weights=[normal(d, o) for _ in range(layers)],
+        banks=[(normal(count, rank, d), normal(count, o, rank)) for _ in range(layers)],
+        slots=slots,
+        meta=meta.meta_args(tokens, True),
+        h=torch.empty((1, tokens, rank), dtype=torch.float32, device=_DEVICE),
+        y=torch.zeros((tokens, o), dtype=torch.bfloat16, device=_DEVICE),
+    )
+
+
+def _run(ops: _Ops, batch: _Batch, kind: str, config: tuple[int, ...], layer: int) -> None:
+    """One kernel of one layer, as vLLM launches it."""
+    a, b = batch.banks[layer]
+    module = getattr(ops, kind)
+    module.get_lora_op_configs = lambda *_, **__: _named(kind, config)
+    if kind == "shrink":
+        module._lora_shrink(batch.x, [a], batch.h, *batch.meta, 1.0)
+    else:
+        module._lora_expand(batch.h, [b], batch.y, *batch.meta, add_inputs=True)
+
+
+def _fits(run: Callable[[int], None]) -> bool:
+    """Whether the GPU has what a tuning takes: shared memory, for one."""
+    try:
+        run(0)
+    except Exception as error:  # Triton's own classes.
+        if "OutOfResources" not in type(error).__name__:
+            raise
+        return False
+    return True
 
 
 class _Replay:
@@ -216,27 +229,12 @@ def _compile(part: tuple[str, list[tuple[Any, ...]]]) -> None:
     folder, jobs = part
     if not jobs:
         return
-    import torch
+    import numpy as np
 
     ops = _import(Path(folder))
     for kind, tokens, rank, d, o, *config in jobs:
-        module = getattr(ops, kind)
-        module.get_lora_op_configs = lambda *_, k=kind, c=tuple(config), **__: _named(k, c)
-        meta = ops.meta.LoRAKernelMeta.make(1, tokens, "cuda")
-        meta.prepare_tensors(torch.zeros(tokens, dtype=torch.int32, device="cuda"))
-        args = meta.meta_args(tokens, True)
-        h = torch.zeros((1, tokens, rank), dtype=torch.float32, device="cuda")
-        half = {"dtype": torch.bfloat16, "device": "cuda"}
-        try:
-            if kind == "shrink":
-                x, a = torch.zeros((tokens, d), **half), torch.zeros((1, rank, d), **half)
-                module._lora_shrink(x, [a], h, *args, 1.0)
-            else:
-                y, b = torch.zeros((tokens, o), **half), torch.zeros((1, o, rank), **half)
-                module._lora_expand(h, [b], y, *args, add_inputs=True)
-        except Exception as error:
-            if "OutOfResources" not in type(error).__name__:
-                raise
+        batch = _drawn(ops, np.zeros(tokens, np.int32), (rank,), d, o, layers=1)
+        _fits(partial(_run, ops, batch, kind, tuple(config)))
 
 
 # --- vLLM without the rest of it -----------------------------------------------------------------

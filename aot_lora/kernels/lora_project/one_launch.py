@@ -152,7 +152,7 @@ def kernel(
             for other in range(base_splits - 1):
                 total += parts[index][other, :, columns]
             total = adapters.added(total, early).astype(x.dtype)
-            _store(outputs[index], 0, first, total)
+            _store(outputs[index], first, total)
 
         start += size
 
@@ -291,13 +291,13 @@ def _load(ref: Any, row: Any, rows: int, column: Any, columns: int) -> jax.Array
     return plgpu.load(tile, mask=inside, other=0)
 
 
-def _store(ref: Any, row: Any, column: Any, tile: jax.Array) -> None:
+def _store(ref: Any, column: Any, tile: jax.Array) -> None:
     """Stores as much of a tile as there are rows."""
     rows, columns = tile.shape
-    if ref.shape[0] % rows == 0:
-        ref[pl.ds(row, rows), pl.ds(column, columns)] = tile
+    if ref.shape[0] == rows:
+        ref[:, pl.ds(column, columns)] = tile
         return
-    places = _from(row, rows)[:, None]
+    places = _from(0, rows)[:, None]
     inside = jnp.broadcast_to(places < ref.shape[0], tile.shape)
     plgpu.store(ref.at[places, _from(column, columns)[None, :]], tile, mask=inside)
 

@@ -18,7 +18,7 @@ from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.one_launch import kernel
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-from aot_lora.kernels.lora_shrink.pallas_gpu import Lanes
+from aot_lora.kernels.lora_shrink.pallas_gpu import LEAST, Lanes
 from aot_lora.kernels.lora_shrink.pallas_gpu import prepare as prepare_lanes
 from aot_lora.kernels.sizes import STACKED, Sizes
 
@@ -27,9 +27,6 @@ MOST_TOKENS = 128
 
 MOST_MODULES = 4
 """Projections that may read the same rows: they share what counts the shrinks."""
-
-_LEAST = 16
-"""The fewest rows and lanes of a tile of a shrink: those of a tensor core instruction."""
 
 _MANY: dict[str, int] = {"splits": 4, "shrink_t": 64, "shrink_d": 128}
 _WIDE: dict[str, int] = {"block_d": 64, "block_o": 128}
@@ -64,7 +61,7 @@ def supports(sizes: Sizes, platform: str) -> str:
 
 def tile_rows(rows: int) -> int:
     """Rows of a tile of outputs, a power of two; those past the batch's are masked."""
-    return max(_LEAST, 1 << (rows - 1).bit_length())
+    return max(LEAST, 1 << (rows - 1).bit_length())
 
 
 class Counted(NamedTuple):
@@ -87,7 +84,7 @@ class Counted(NamedTuple):
 def prepare(batch: Batch, *, quantum: int, most: int) -> Counted:
     """Once a batch."""
     lanes = prepare_lanes(batch, quantum=quantum, most=most)
-    tiles = tile_rows(batch.slots.shape[0]) // _LEAST * (lanes.rows.shape[0] // _LEAST)
+    tiles = tile_rows(batch.slots.shape[0]) // LEAST * (lanes.rows.shape[0] // LEAST)
     return Counted(lanes, *(jnp.zeros(n, jnp.int32) for n in (1, 1, MOST_MODULES * tiles)))
 
 

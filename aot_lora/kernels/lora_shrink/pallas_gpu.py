@@ -25,8 +25,8 @@ GRANULE = 64
 GROUP = 128
 """Rows that they take or leave a granule for: the M of a tile of a large matmul."""
 
-_LEAST = 16
-"""The fewest lanes of a tile of the shrink: the N of a tensor core instruction."""
+LEAST = 16
+"""The fewest rows and lanes of a tile of a shrink: those of a tensor core instruction."""
 
 
 class Lanes(NamedTuple):
@@ -68,7 +68,7 @@ def prepare(batch: Batch, *, quantum: int, most: int) -> Lanes:
     rows = jnp.repeat(batch.blocks * quantum, quantum) + within
     owners = jnp.pad(jnp.repeat(batch.owners, quantum), padding, constant_values=NOBODY)
     slots = jnp.pad(batch.slots, (0, -batch.slots.shape[0] % GROUP), constant_values=-1)
-    width = max(gcd(quantum, GRANULE), _LEAST)
+    width = max(gcd(quantum, GRANULE), LEAST)
     own = slots.reshape(-1, GROUP)[:, :, None, None] == owners.reshape(-1, width)[None, None]
     used = own.any(axis=(1, 3))
     granules = used.reshape(used.shape[0], -1, GRANULE // width).any(axis=2)
