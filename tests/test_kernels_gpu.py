@@ -119,7 +119,7 @@ def test_one_launch_takes_of_many_granules_those_that_are_used(quantum: int, ahe
 def test_one_launch_has_a_counter_for_each_tile_that_is_shrunk(tokens: int) -> None:
     given = served(tokens, (16, 64), 64, (32,))
     made = pallas_gpu.prepare(given.batch(), quantum=given.quantum, most=given.most)
-    tiles = pallas_gpu.tile_rows(tokens) // 16 * (made.lanes.rows.shape[0] // 16)
+    tiles = pallas_gpu.tile_rows(tokens) // 16 * (made.rows.shape[0] // 16)
 
     assert made.parts.shape == (pallas_gpu.MOST_MODULES * tiles,)
 

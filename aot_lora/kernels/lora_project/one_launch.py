@@ -26,20 +26,23 @@ EARLY = 2
 
 
 class _Batch(NamedTuple):
-    """What a kernel reads of the batch; see `Lanes`. `first`: the layer's first lane in a bank."""
+    """What a kernel reads of a batch; see `Counted`. `first`: the layer's first lane in a bank."""
 
     first: Any
     rows: Any
     owners: Any
     slots: Any
-    granules: Any
-    wanted: Any
-    counts: Any
+    used: Any
 
     @property
     def early(self) -> bool:
         """Whether a tile loads all B before it waits; used or not, they are shrunk onto then."""
-        return self.granules.shape[1] <= EARLY
+        return self.granules <= EARLY
+
+    @property
+    def granules(self) -> int:
+        """Of lanes, used or not."""
+        return self.rows.shape[0] // GRANULE
 
     def places(self, lanes: Any) -> jax.Array:
         """Where lanes of the batch lie in a bank as [lanes, width]."""
@@ -71,7 +74,7 @@ def kernel(
       ahead: granules of B that are loaded ahead.
       wait: whether blocks of threads run beside each other.
     """
-    batch, x, refs = _Batch(*refs[:7]), refs[7], refs[8:]
+    batch, x, refs = _Batch(*refs[:5]), refs[5], refs[6:]
     count, helped = len(tiles), base_splits > 1
     weights, a_banks, b_banks = (refs[n * count : (n + 1) * count] for n in range(3))
     done, after, h_counts, h, h_parts, *rest = refs[3 * count :]
@@ -171,7 +174,7 @@ class _ShrinkTile:
         self.lanes = pl.ds(lane * lanes, lanes)
         self.place = self.module, pl.ds(self.first, rows), self.lanes  # in h [modules, T, L]
         # Where granules are taken one by one, what no row uses is not loaded, and its h not read.
-        self.used = batch.early or batch.granules[0, lax.div(lane * lanes, GRANULE)] > 0
+        self.used = batch.early or lane * lanes < batch.used[0] * GRANULE
 
     def shrunk(self, split: Any, splits: int, x: Any, banks: Any) -> jax.Array:
         """A part of D, in float32; lanes of others are zero."""
@@ -236,45 +239,57 @@ class _Adapters(NamedTuple):
     ahead: int
 
     def early(self) -> list[jax.Array]:
-        """B of all granules where they are few, else of the first that are used."""
-        if self.batch.early:
-            return [self._b(granule) for granule in range(self.batch.granules.shape[1])]
-        return self._following(0)
+        """B of all granules where they are few, else of the first."""
+        count = self.batch.granules if self.batch.early else self.ahead
+        return [self._b(self._places(granule)) for granule in range(count)]
 
     def added(self, total: jax.Array, early: list[jax.Array]) -> jax.Array:
         """The tile with its adapters; what was not loaded early is now, as far as it is used."""
+        count, ahead = self.batch.used[0], self.ahead
         if self.batch.early:
-            for granule, b in enumerate(early):
-                total = self._plus(total, granule, b)
+            owns = [self._h(granule) for granule in range(self.batch.granules)]  # At once.
+            for own, b in zip(owns, early, strict=True):
+                total = _plus(total, own, b)
             return total
-        count = self.batch.counts[0]
 
         def step(turn: Any, carried: Any) -> Any:
-            total, *found = carried
-            following = self._following(turn + 1)
-            for number, b in enumerate(found):
-                place = turn * self.ahead + number
-                total = self._plus(total, self._wanted(place), b, place < count)
-            return (total, *following)
+            # Where B lies is known a turn ahead of loading it, which is a turn ahead of its use.
+            total, places, bs = carried
+            first = turn * ahead
+            following = tuple(map(self._b, places))
+            places = tuple(self._places(first + 2 * ahead + n) for n in range(ahead))
+            owns = [self._h(first + n) for n in range(ahead)]
+            for number, (own, b) in enumerate(zip(owns, bs, strict=True)):
+                if ahead > 1:  # A select takes h through registers.
+                    own = jnp.where(first + number < count, own, 0)
+                total = _plus(total, own, b)
+            return total, places, following
 
-        turns = lax.div(count + self.ahead - 1, self.ahead)
-        return lax.fori_loop(0, turns, step, (total, *early))[0]
+        turns = lax.div(count + ahead - 1, ahead)
+        places = tuple(self._places(ahead + n) for n in range(ahead))
+        return lax.fori_loop(0, turns, step, (total, places, tuple(early)))[0]
 
-    def _following(self, turn: Any) -> list[jax.Array]:
-        """B of the granules of a turn."""
-        return [self._b(self._wanted(turn * self.ahead + n)) for n in range(self.ahead)]
+    def _places(self, granule: Any) -> jax.Array:
+        """Of a granule's lanes in the bank."""
+        return self.batch.places(_lanes(self._inside(granule)))
 
-    def _wanted(self, place: Any) -> Any:
-        return self.batch.wanted[0, jnp.minimum(place, self.batch.wanted.shape[1] - 1)]
-
-    def _b(self, granule: Any) -> jax.Array:
-        places = self.batch.places(pl.ds(granule * GRANULE, GRANULE))
+    def _b(self, places: jax.Array) -> jax.Array:
         return self.bank[places[:, None], _from(self.start, self.width)[None, :]]
 
-    def _plus(self, total: jax.Array, granule: Any, b: jax.Array, used: Any = True) -> jax.Array:
-        lanes = pl.ds(granule * GRANULE, GRANULE)
-        own = self.h[self.module, :, lanes]
-        return total + plgpu.dot(jnp.where(used, own, 0).astype(b.dtype), b)
+    def _h(self, granule: Any) -> jax.Array:
+        return self.h[self.module, :, _lanes(self._inside(granule))]
+
+    def _inside(self, granule: Any) -> Any:
+        """Past the last granule, the last one: what is loaded ahead and not used."""
+        return jnp.minimum(granule, self.batch.granules - 1)
+
+
+def _lanes(granule: Any) -> Any:
+    return pl.ds(granule * GRANULE, GRANULE)
+
+
+def _plus(total: jax.Array, own: jax.Array, b: jax.Array) -> jax.Array:
+    return total + plgpu.dot(own.astype(b.dtype), b)
 
 
 def _from(start: Any, size: int) -> jax.Array:

@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from aot_lora.kernels.batch import Batch
-from aot_lora.kernels.blocks import Layer
+from aot_lora.kernels.blocks import NOBODY, Layer
 from aot_lora.kernels.lora_project.one_launch import kernel
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-from aot_lora.kernels.lora_shrink.pallas_gpu import LEAST, Lanes
+from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, LEAST
 from aot_lora.kernels.lora_shrink.pallas_gpu import prepare as prepare_lanes
 from aot_lora.kernels.sizes import STACKED, Sizes
 
@@ -32,13 +32,15 @@ _MANY: dict[str, int] = {"splits": 4, "shrink_t": 64, "shrink_d": 128}
 _WIDE: dict[str, int] = {"block_d": 64, "block_o": 128}
 TUNINGS: tuple[dict[str, int], ...] = (
     {"base_splits": 2},
-    {"base_splits": 2, "splits": 4, "ahead": 4},
+    {"base_splits": 2, "splits": 4, "ahead": 2},
     {"base_splits": 2, "splits": 4, "shrink_t": 32},
-    {"base_splits": 4, "splits": 4, "block_d": 64, "stages": 6},
     {"splits": 1, "ahead": 2},
     {**_WIDE, "warps": 8},
     {**_WIDE, **_MANY},
-    {**_WIDE, **_MANY, "warps": 8, "stages": 6, "splits": 8},
+    {**_WIDE, **_MANY, "shrink_l": 64},
+    {**_WIDE, **_MANY, "shrink_l": 64, "splits": 1},  # Shrinks and tiles side by side at once.
+    {**_WIDE, **_MANY, "shrink_l": 64, "splits": 2, "shrink_t": 128, "warps": 8},
+    {**_WIDE, **_MANY, "splits": 8, "warps": 8, "stages": 6},
     {**_MANY, "shrink_l": 64},
     {**_MANY, "shrink_l": 32, "base_splits": 2},
 )
@@ -65,17 +67,24 @@ def tile_rows(rows: int) -> int:
 
 
 class Counted(NamedTuple):
-    """What `one_launch` needs of a batch.
+    """What `one_launch` needs of a batch; L lanes, padded to whole granules.
 
     Args:
-      lanes: where the batch's lanes lie, and who owns them.
+      rows: [L] int32, where each lane lies in a layer of a bank seen as [blocks * quantum, width]:
+        first the granules that some row uses, then lanes of block 0, which is zero.
+      owners: [L] int32, the slot that owns each lane.
+      slots: [T] int32.
+      used: [1] int32, how many granules are used.
       done: [1] int32, blocks of threads of this and earlier calls that others waited for, and that
         are done. It goes from call to call, because clearing it is a launch of its own.
       before: [1] int32, how many of them were of earlier calls.
       parts: [tiles of the shrinks] int32, zeros before and after a call: parts of D that are done.
     """
 
-    lanes: Lanes
+    rows: jax.Array
+    owners: jax.Array
+    slots: jax.Array
+    used: jax.Array
     done: jax.Array
     before: jax.Array
     parts: jax.Array
@@ -84,8 +93,15 @@ class Counted(NamedTuple):
 def prepare(batch: Batch, *, quantum: int, most: int) -> Counted:
     """Once a batch."""
     lanes = prepare_lanes(batch, quantum=quantum, most=most)
-    tiles = tile_rows(batch.slots.shape[0]) // LEAST * (lanes.rows.shape[0] // LEAST)
-    return Counted(lanes, *(jnp.zeros(n, jnp.int32) for n in (1, 1, MOST_MODULES * tiles)))
+    order, count = lanes.wanted[0], lanes.counts[:1]  # Rows of one tile are one group.
+    inside = (jnp.arange(order.shape[0]) < count)[:, None]
+    rows, owners = (
+        jnp.where(inside, lane.reshape(-1, GRANULE)[order], other).reshape(-1)
+        for lane, other in ((lanes.rows, 0), (lanes.owners, NOBODY))
+    )
+    tiles = tile_rows(batch.slots.shape[0]) // LEAST * (rows.shape[0] // LEAST)
+    counters = (jnp.zeros(n, jnp.int32) for n in (1, 1, MOST_MODULES * tiles))
+    return Counted(rows, owners, lanes.slots, count, *counters)
 
 
 def one_launch(
@@ -120,14 +136,14 @@ def one_launch(
     """
     rows = x.shape[0]
     tokens = tile_rows(rows)
-    lanes = batch.lanes
     a_banks, b_banks = zip(*banks, strict=True)
     layers, blocks, quantum, _ = a_banks[0].shape
+    read, counters = batch[:4], batch[4:]
     flat = [bank.reshape(layers * blocks * quantum, -1) for bank in (*a_banks, *b_banks)]
     first = jnp.asarray(layer * (blocks * quantum), jnp.int32).reshape(1)
     block_o = gcd(block_o, *(weight.shape[1] for weight in weights))
     tiles = [weight.shape[1] // block_o for weight in weights]
-    width = lanes.rows.shape[0]
+    width = batch.rows.shape[0]
     shrink_t = min(shrink_t, tokens)
     shrinks = tokens // shrink_t * (width // shrink_l) * len(weights)
     h = jax.ShapeDtypeStruct((len(weights), tokens, width), x.dtype)
@@ -150,7 +166,7 @@ def one_launch(
             wait=not interpret,  # It runs one block of threads after the other.
         ),
         out_shape=[
-            *(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in batch[1:]),
+            *(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in counters),
             h,
             h_parts,
             *found,
@@ -162,18 +178,11 @@ def one_launch(
         interpret=interpret,
         name="lora_project",
     )(
-        batch.done,
-        batch.before,
-        batch.parts,
+        *counters,
         first,
-        lanes.rows,
-        lanes.owners,
-        lanes.slots,
-        lanes.granules,
-        lanes.wanted,
-        lanes.counts,
+        *read,
         x,
         *weights,
         *flat,
     )
-    return tuple(outputs[: len(weights)]), Counted(lanes, done, before, counts)
+    return tuple(outputs[: len(weights)]), Counted(*read, done, before, counts)
