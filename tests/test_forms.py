@@ -122,6 +122,25 @@ def test_a_form_that_cannot_serve_a_point_gives_way(monkeypatch: pytest.MonkeyPa
     assert found.reason.endswith("the least of 2; not narrow: D is odd")
 
 
+def test_a_nearer_point_whose_fastest_cannot_serve_says_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = replace(
+        PLAIN,
+        name="few",
+        supports=lambda sizes, _: "more than 16 rows" if sizes.tokens > 16 else "",
+    )
+    monkeypatch.setitem(FORMS, "few", few)
+    measured = table(row(16, few=1.0, laned=2.0), row(4096, ragged=1.0, laned=2.0))
+
+    assert choose(measured, replace(SIZES, tokens=16), "cuda").form is few
+    many = choose(measured, replace(SIZES, tokens=64), "cuda")
+    assert many.form is FORMS["ragged"]
+    assert many.reason.startswith("1 us at t4096")
+    alone = choose(table(row(16, few=1.0, laned=2.0)), replace(SIZES, tokens=64), "cuda")
+    assert alone.form is PLAIN
+
+
 def test_what_pads_adapters_is_chosen_up_to_the_largest_it_was_measured_with() -> None:
     measured = table({**row(16, gather=1.0, laned=2.0), "most": 2})
     small, large = (replace(SIZES, most=most) for most in (2, 3))

@@ -42,7 +42,7 @@ def choose(table: Table | None, sizes: Sizes, platform: str) -> Choice:
     """
     if table is None or not table.rows:
         return Choice(form=PLAIN, reason="no kernels were measured for this hardware")
-    row = min(table.rows, key=partial(_distance, sizes))
+    row = min(table.rows, key=partial(_distance, sizes, platform))
     point = f"t{row.tokens}-l{row.lanes}-d{row.d}-o{row.o}"
     why = ""
     for name, us in _fastest_first(row):
@@ -62,12 +62,18 @@ def _fastest_first(row: Row) -> Iterator[tuple[str, float]]:
     yield from sorted(known, key=lambda pair: pair[1])
 
 
-def _distance(sizes: Sizes, row: Row) -> float:
-    """How far a row is: factors of two, summed over the sizes."""
+def _distance(sizes: Sizes, platform: str, row: Row) -> tuple[bool, float]:
+    """How far a row is: factors of two, summed over the sizes.
+
+    One whose fastest form cannot serve these sizes is farther than any other: it is of a size where
+    other forms compete.
+    """
+    fastest = next((FORMS[name] for name, _ in _fastest_first(row)), PLAIN)
     pairs = (
         (sizes.tokens, row.tokens),
         (sizes.lanes, row.lanes),
         (sizes.d, row.d),
         (sum(sizes.o), row.o),
     )
-    return sum(abs(log2(one) - log2(other)) for one, other in pairs)
+    total = sum(abs(log2(one) - log2(other)) for one, other in pairs)
+    return bool(fastest.supports(sizes, platform)), total
