@@ -245,12 +245,12 @@ class _Adapters(NamedTuple):
 
     def added(self, total: jax.Array, early: list[jax.Array]) -> jax.Array:
         """The tile with its adapters; what was not loaded early is now, as far as it is used."""
-        count, ahead = self.batch.used[0], self.ahead
         if self.batch.early:
             owns = [self._h(granule) for granule in range(self.batch.granules)]  # At once.
             for own, b in zip(owns, early, strict=True):
                 total = _plus(total, own, b)
             return total
+        count, ahead = self.batch.used[0], self.ahead
 
         def step(turn: Any, carried: Any) -> Any:
             # Where B lies is known a turn ahead of loading it, which is a turn ahead of its use.
