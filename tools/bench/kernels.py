@@ -89,6 +89,7 @@ def _tell(case: str, timed: Any, vllm: dict[str, float], floor: float | None) ->
         added = f"{fastest}: adapters on top of the base"
         rows.append((added, best[fastest], "vLLM's kernels, tuned", pair - alone))
         rows.append(("the base alone", base, "PyTorch's", alone))
+        rows.append((both, base + best[fastest], "PyTorch's base and vLLM's kernels", pair))
     for metric, value, other, other_value in rows:
         emit(case=case, metric=metric, value=value, unit="us", peer=other, peer_value=other_value)
 
