@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate
+from math import gcd
 from typing import Any
 
 import jax
@@ -20,7 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from aot_lora.kernels.blocks import Layer
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, GROUP, Lanes, lora_shrink, slices
+from aot_lora.kernels.lora_shrink.pallas_gpu import (
+    GRANULE,
+    GROUP,
+    LEAST,
+    Lanes,
+    as_ref,
+    flat,
+    lora_shrink,
+)
 from aot_lora.kernels.sizes import STACKED, Sizes
 
 _EPILOGUE = 64
@@ -29,8 +38,11 @@ _EPILOGUE = 64
 
 TUNINGS: tuple[dict[str, int], ...] = (
     {},
-    {"shrink_t": 32},
-    {"shrink_t": 16, "block_o": 128},
+    {"shrink_d": 256},
+    {"shrink_l": 64, "shrink_d": 256},
+    {"shrink_l": 64, "shrink_t": 16},
+    {"shrink_l": 64, "shrink_t": 64},
+    {"block_o": 128},
 )
 
 
@@ -60,7 +72,8 @@ def extended(
     stages: int = 4,
     width: int = 8,
     cores: int = 132,
-    shrink_t: int = 64,
+    shrink_t: int = 32,
+    shrink_l: int = LEAST,
     shrink_d: int = 128,
 ) -> Arrays:
     """Projections with their adapters. Args and result: see `xla.laned`.
@@ -71,27 +84,58 @@ def extended(
       stages: tiles of inputs that are under way at once.
       width: tiles of rows that follow each other before the next outputs, for the cache.
       cores: streaming multiprocessors of the GPU; one block of threads stays on each.
-      shrink_t, shrink_d: rows and inputs of a tile of the shrink.
+      shrink_t, shrink_l, shrink_d: rows, lanes and inputs of a tile of the shrink.
     """
     rows = x.shape[0]
     padding = -rows % GROUP
     x = jnp.pad(x, ((0, padding), (0, 0)))
     batch = batch._replace(slots=jnp.pad(batch.slots, (0, padding), constant_values=-1))
     a_banks, b_banks = zip(*banks, strict=True)
-    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_d=shrink_d)[0]
-    starts, flat = slices(b_banks, layer, batch)
+    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_l=shrink_l, block_d=shrink_d)
+    _, blocks, quantum, _ = b_banks[0].shape
+    layer, places, flat_banks = side_by_side(b_banks, layer, batch)
     multiply = plgpu.kernel(
-        partial(_kernel, block_o=block_o, stages=stages, width=width, modules=len(weights)),
+        partial(
+            _kernel,
+            block_o=block_o,
+            stages=stages,
+            width=width,
+            modules=len(weights),
+            per_layer=blocks * quantum,
+            lanes=slice_lanes(quantum),
+        ),
         out_type=tuple(jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype) for w in weights),
         grid=(cores,),
         grid_names=("core",),
         num_threads=3,
         thread_name="warpgroup",
-        scratch_types=_scratch(block_o, stages, GRANULE // batch.slice_lanes, x.dtype),
+        scratch_types=_scratch(block_o, stages, GRANULE // slice_lanes(quantum), x.dtype),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    outputs = multiply(x, h, starts, batch.wanted, batch.counts, *weights, *flat)
+    outputs = multiply(
+        x, h, as_ref(layer), places, batch.wanted, batch.counts, *weights, *flat_banks
+    )
     return tuple(output[:rows] for output in outputs)
+
+
+def slice_lanes(quantum: int) -> int:
+    """Lanes that lie side by side in a bank, and that the matmul takes from there as one."""
+    return max(gcd(quantum, GRANULE), LEAST)
+
+
+def side_by_side(
+    banks: tuple[jax.Array, ...], layer: Layer, lanes: Lanes
+) -> tuple[Layer, jax.Array, list[jax.Array]]:
+    """The layer, where each lane lies in it [L] int32, and each bank as [lanes, width].
+
+    Blocks smaller than a slice are laid side by side first: a copy of the batch's lanes.
+    """
+    _, blocks, quantum, _ = banks[0].shape
+    if quantum % slice_lanes(quantum) == 0:
+        return layer, lanes.rows, [flat(bank) for bank in banks]
+    places = layer * (blocks * quantum) + lanes.rows
+    copies = [flat(bank).at[places].get(mode="promise_in_bounds") for bank in banks]
+    return 0, jnp.arange(lanes.rows.shape[0], dtype=jnp.int32), copies
 
 
 def _scratch(block_o: int, stages: int, pieces: int, dtype: Any) -> dict[str, Any]:
@@ -110,7 +154,8 @@ def _scratch(block_o: int, stages: int, pieces: int, dtype: Any) -> dict[str, An
 def _kernel(
     x: Any,
     h: Any,
-    starts: Any,
+    layer: Any,
+    places: Any,
     wanted: Any,
     count: Any,
     *refs: Any,
@@ -124,11 +169,12 @@ def _kernel(
     block_o: int,
     stages: int,
     width: int,
+    per_layer: int,
+    lanes: int,
 ) -> None:
     weights, banks, outputs = refs[:modules], refs[modules : 2 * modules], refs[2 * modules :]
     ends = list(accumulate(weight.shape[1] // block_o for weight in weights))
     groups, inputs = x.shape[0] // GROUP, x.shape[1] // GRANULE
-    lanes = h.shape[2] // starts.shape[0]
     pieces = GRANULE // lanes
     core, warpgroup = lax.axis_index("core"), lax.axis_index("warpgroup")
 
@@ -184,7 +230,8 @@ def _kernel(
                     source = h.at[module, rows, part]
                     plgpu.copy_gmem_to_smem(source, left.at[slot], loaded.at[slot])
                     for piece in range(pieces):
-                        start = pl.multiple_of(starts[granule * pieces + piece], 8)
+                        lane = places[granule * GRANULE + piece * lanes]
+                        start = pl.multiple_of(layer[0] * per_layer + lane, 8)
                         plgpu.copy_gmem_to_smem(
                             banks[module].at[pl.ds(start, lanes), pl.ds(own * block_o, block_o)],
                             right.at[slot, pl.ds(piece * lanes, lanes)],

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE
+from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, onto_lanes
 
 EARLY = 2
 """Granules up to which a tile loads their B before it waits: more would not fit its registers."""
@@ -31,22 +31,23 @@ class _Batch(NamedTuple):
     first: Any
     rows: Any
     owners: Any
+    order: Any
     slots: Any
     used: Any
 
     @property
     def early(self) -> bool:
-        """Whether a tile loads all B before it waits; used or not, they are shrunk onto then."""
+        """Whether a tile loads all B before it waits, used or not."""
         return self.granules <= EARLY
 
     @property
     def granules(self) -> int:
         """Of lanes, used or not."""
-        return self.rows.shape[0] // GRANULE
+        return self.rows.shape[1] // GRANULE
 
-    def places(self, lanes: Any) -> jax.Array:
-        """Where lanes of the batch lie in a bank as [lanes, width]."""
-        return self.first[0] + self.rows[lanes]
+    def places(self, which: Any, lanes: Any) -> jax.Array:
+        """Where lanes of a list lie in a bank as [lanes, width]."""
+        return self.first + self.rows[which, lanes]
 
 
 def kernel(
@@ -54,6 +55,7 @@ def kernel(
     before: Any,
     __: Any,
     *refs: Any,
+    block_t: int,
     block_d: int,
     block_o: int,
     tiles: list[int],
@@ -61,6 +63,7 @@ def kernel(
     splits: int,
     base_splits: int,
     ahead: int,
+    per_layer: int,
     shrink: tuple[int, int, int],
     wait: bool,
 ) -> None:
@@ -68,19 +71,24 @@ def kernel(
 
     Args:
       before, refs: see `pallas_gpu.one_launch`: the arguments of its launch and its results.
-      block_d, block_o: of a tile; tiles: of each projection.
+      block_t, block_d, block_o: rows, inputs and outputs of a tile; tiles: of each projection, for
+        each `block_t` rows.
       shrinks: tiles of the shrinks, each in `splits` parts of D; shrink: rows, lanes and inputs.
       base_splits: parts of D of a tile of outputs.
       ahead: granules of B that are loaded ahead.
+      per_layer: lanes of a layer in a bank.
       wait: whether blocks of threads run beside each other.
     """
-    batch, x, refs = _Batch(*refs[:5]), refs[5], refs[6:]
+    (layer, *read), x, refs = refs[:6], refs[6], refs[7:]
+    batch = _Batch(layer[0] * per_layer, *read)
     count, helped = len(tiles), base_splits > 1
     weights, a_banks, b_banks = (refs[n * count : (n + 1) * count] for n in range(3))
     done, after, h_counts, h, h_parts, *rest = refs[3 * count :]
     outputs = rest[:count]
     parts: list[Any] = rest[count:] or [None] * count
-    block, others = pl.program_id(0), shrinks + (base_splits - 1) * sum(tiles)
+    groups = h.shape[1] // block_t
+    block, whole = pl.program_id(0), sum(tiles) * groups
+    others = shrinks + (base_splits - 1) * whole
 
     # Of this call and of those before; what is done goes on counting.
     target = before[0] + others
@@ -106,182 +114,214 @@ def kernel(
     @pl.when(block < shrinks * splits)
     def _() -> None:
         part, split = _divided(block, splits)
-        tile = _ShrinkTile(part, batch, h.shape[1:], shrink)
-        if splits == 1:
-            h[tile.place] = tile.shrunk(0, 1, x, a_banks).astype(h.dtype)
-            is_done()
-            return
-        h_parts[split, *tile.place] = tile.shrunk(split, splits, x, a_banks)
+        tile = _ShrinkTile(part, batch, h.shape[1:], shrink, block_t)
 
-        @pl.when(is_done(h_counts, part) == splits - 1)
-        def _() -> None:  # The last one sums up.
-            total = h_parts[0, *tile.place]
-            for other in range(1, splits):
-                total += h_parts[other, *tile.place]
-            h[tile.place] = total.astype(h.dtype)
-            h_counts[part] = jnp.int32(0)
+        @pl.when(~tile.used & (split == 0))
+        def _() -> None:
+            h[tile.place] = jnp.zeros(tile.shape, h.dtype)
             is_done()
 
-    split, place = _divided(block - shrinks * splits, sum(tiles))
+        @pl.when(tile.used)
+        def _() -> None:
+            found = tile.shrunk(split, splits, x, a_banks)
+            if splits == 1:
+                h[tile.place] = found.astype(h.dtype)
+                is_done()
+                return
+            h_parts[split, part] = found
+
+            @pl.when(is_done(h_counts, part) == splits - 1)
+            def _() -> None:  # The last one sums up.
+                total = h_parts[0, part]
+                for other in range(1, splits):
+                    total += h_parts[other, part]
+                h[tile.place] = total.astype(h.dtype)
+                h_counts[part] = jnp.int32(0)
+                is_done()
+
+    split, place = _divided(block - shrinks * splits, whole)
+    place, group = _divided(place, groups)  # Those that read the same weights follow each other.
     own, start = split == base_splits - 1, 0
     for index, size in enumerate(tiles):
         here = (block >= shrinks * splits) & (place >= start) & (place < start + size)
-        first = (place - start) * block_o
-        base = partial(
-            _base,
-            x,
-            weights[index],
-            split,
-            first,
-            tokens=h.shape[1],
-            block_d=block_d,
-            block_o=block_o,
-            splits=base_splits,
-        )
 
-        @pl.when(here & ~own)
-        def _(base: Any = base, part: Any = parts[index], first: Any = first) -> None:
-            if helped:
-                part[split, :, pl.ds(first, block_o)] = base()
-                is_done()
+        @pl.when(here)
+        def _(index: int = index, first: Any = (place - start) * block_o) -> None:
+            tile = _Tile(batch, group, groups, block_t, first, block_o)
+            base = partial(tile.base, x, weights[index], split, block_d=block_d, splits=base_splits)
 
-        @pl.when(here & own)
-        def _(base: Any = base, index: int = index, first: Any = first) -> None:
-            adapters = _Adapters(batch, h, index, b_banks[index], first, block_o, ahead)
-            columns = pl.ds(first, block_o)
-            early = adapters.early()
-            total = base()
-            all_done()
-            for other in range(base_splits - 1):
-                total += parts[index][other, :, columns]
-            total = adapters.added(total, early).astype(x.dtype)
-            _store(outputs[index], first, total)
+            @pl.when(~own)
+            def _() -> None:
+                if helped:
+                    parts[index][split, *tile.part] = base()
+                    is_done()
+
+            @pl.when(own)
+            def _() -> None:
+                adapters = _Adapters(tile, h, index, b_banks[index], ahead)
+                early = adapters.early()
+                total = base()
+                all_done()
+                for other in range(base_splits - 1):
+                    total += parts[index][other, *tile.part]
+                tile.store(outputs[index], adapters.added(total, early))
 
         start += size
 
 
 class _ShrinkTile:
-    """Some rows onto some lanes of one module."""
+    """Some rows, in their order by slot, onto some lanes of one module.
+
+    Args:
+      number: of the tile; whole: rows and lanes of h; sizes: rows, lanes and inputs of a tile.
+      block_t: rows of a tile of outputs.
+
+    `used`: whether a row has a lane here; nothing is loaded where none has.
+    """
 
     def __init__(
-        self, number: Any, batch: _Batch, whole: tuple[int, int], sizes: tuple[int, int, int]
+        self,
+        number: Any,
+        batch: _Batch,
+        whole: tuple[int, int],
+        sizes: tuple[int, int, int],
+        block_t: int,
     ) -> None:
-        (tokens, width), (rows, lanes, depth) = whole, sizes
+        (tokens, width), (rows, lanes, self.depth) = whole, sizes
         number, lane = _divided(number, width // lanes)
         self.module, row = _divided(number, tokens // rows)
-        self.batch, self.depth = batch, depth
-        self.first, self.shape = row * rows, (rows, lanes)
-        self.lanes = pl.ds(lane * lanes, lanes)
-        self.place = self.module, pl.ds(self.first, rows), self.lanes  # in h [modules, T, L]
-        # Where granules are taken one by one, what no row uses is not loaded, and its h not read.
-        self.used = batch.early or lane * lanes < batch.used[0] * GRANULE
+        self.shape = rows, lanes
+        taken, first = pl.ds(row * rows, rows), lane * lanes
+        which = 1 + lax.div(row * rows, block_t) if block_t < tokens else 0
+        self.rows, self.places = batch.order[taken], batch.places(which, pl.ds(first, lanes))
+        owners = batch.owners[which, pl.ds(first, lanes)]
+        self.own = batch.slots[taken][:, None] == owners[None, :]
+        self.used = jnp.max(self.own.astype(jnp.int32)) > 0
+        self.place = self.module, self.rows[:, None], _from(first, lanes)[None, :]
 
     def shrunk(self, split: Any, splits: int, x: Any, banks: Any) -> jax.Array:
         """A part of D, in float32; lanes of others are zero."""
-        rows, _ = self.shape
-        places = self.batch.places(self.lanes)
-        slots = _from(self.first, rows)
-        slots = plgpu.load(
-            self.batch.slots.at[slots], mask=slots < self.batch.slots.shape[0], other=-1
-        )
-        own = slots[:, None] == self.batch.owners[self.lanes][None, :]
-        part = x.shape[1] // splits
-
-        def onto(bank: Any) -> jax.Array:
-            def step(k: Any, total: jax.Array) -> jax.Array:
-                start = split * part + k * self.depth
-                a = bank[places[:, None], _from(start, self.depth)[None, :]]
-                tile = _load(x, self.first, rows, start, self.depth)
-                return total + plgpu.dot(tile, a, trans_b=True)
-
-            total = jnp.zeros(self.shape, jnp.float32)
-            return lax.fori_loop(0, part // self.depth, step, total)
-
+        depth = x.shape[1] // splits
         total = jnp.zeros(self.shape, jnp.float32)
         for index, bank in enumerate(banks):
-            wanted = self.used & (self.module == index)
-            total = lax.cond(wanted, partial(onto, bank), lambda total=total: total)
-        return jnp.where(own, total, 0.0)
+            onto = partial(
+                onto_lanes,
+                lambda inputs: _rows(x, self.rows, inputs),
+                bank,
+                self.places,
+                shape=self.shape,
+                inputs=(split * depth, depth),
+                block_d=self.depth,
+            )
+            total = lax.cond(self.module == index, onto, lambda total=total: total)
+        return jnp.where(self.own, total, 0.0)
 
 
-def _base(
-    x: Any,
-    weight: Any,
-    split: Any,
-    first: Any,
-    *,
-    tokens: int,
-    block_d: int,
-    block_o: int,
-    splits: int,
-) -> jax.Array:
-    """A tile of outputs over a part of D, without adapters."""
-    depth = x.shape[1] // splits
+class _Tile:
+    """Some rows and columns of outputs.
 
-    def step(k: Any, total: jax.Array) -> jax.Array:
-        start = split * depth + k * block_d
-        own = _load(x, 0, tokens, start, block_d)
-        return total + plgpu.dot(own, weight[pl.ds(start, block_d), pl.ds(first, block_o)])
+    Args:
+      batch: whose rows they are; group: of `block_t` rows by slot, of so many groups. One group has
+        all rows, as they come.
+      first, block_o: columns.
 
-    total = jnp.zeros((tokens, block_o), jnp.float32)
-    return lax.fori_loop(0, depth // block_d, step, total)
+    `which`: the list of the rows' lanes. `part`: where a part of D lies among others' parts.
+    """
+
+    def __init__(
+        self, batch: _Batch, group: Any, groups: int, block_t: int, first: Any, block_o: int
+    ) -> None:
+        self.batch, self.block_t, self.first, self.block_o = batch, block_t, first, block_o
+        taken = pl.ds(group * block_t, block_t)
+        self.rows = batch.order[taken] if groups > 1 else None
+        self.which = 1 + group if groups > 1 else 0
+        self.part = taken, pl.ds(first, block_o)
+
+    def base(self, x: Any, weight: Any, split: Any, *, block_d: int, splits: int) -> jax.Array:
+        """Over a part of D, without adapters."""
+        depth = x.shape[1] // splits
+
+        def step(k: Any, total: jax.Array) -> jax.Array:
+            inputs = pl.ds(split * depth + k * block_d, block_d)
+            return total + plgpu.dot(self.load(x, inputs), weight[inputs, self.part[1]])
+
+        total = jnp.zeros((self.block_t, self.block_o), jnp.float32)
+        return lax.fori_loop(0, depth // block_d, step, total)
+
+    def load(self, ref: Any, columns: Any) -> jax.Array:
+        """Its rows of [T, width]; zeros where there are no more."""
+        if self.rows is None and ref.shape[0] == self.block_t:
+            return ref[:, columns]
+        return _rows(ref, self._places(), columns)
+
+    def store(self, ref: Any, tile: jax.Array) -> None:
+        """Stores as much of it as there are rows."""
+        tile = tile.astype(ref.dtype)
+        if self.rows is None and ref.shape[0] == self.block_t:
+            ref[:, self.part[1]] = tile
+            return
+        rows = self._places()[:, None]
+        inside = jnp.broadcast_to(rows < ref.shape[0], tile.shape)
+        plgpu.store(ref.at[rows, _from(self.first, self.block_o)[None, :]], tile, mask=inside)
+
+    def _places(self) -> jax.Array:
+        return _from(0, self.block_t) if self.rows is None else self.rows
 
 
 class _Adapters(NamedTuple):
-    """The adapters of one tile: `width` columns from `start` of a module's B."""
+    """The adapters of one tile of a module's outputs."""
 
-    batch: _Batch
+    tile: _Tile
     h: Any
     module: int
     bank: Any
-    start: Any
-    width: int
     ahead: int
 
     def early(self) -> list[jax.Array]:
         """B of all granules where they are few, else of the first."""
-        count = self.batch.granules if self.batch.early else self.ahead
+        batch = self.tile.batch
+        count = batch.granules if batch.early else self.ahead
         return [self._b(self._places(granule)) for granule in range(count)]
 
     def added(self, total: jax.Array, early: list[jax.Array]) -> jax.Array:
         """The tile with its adapters; what was not loaded early is now, as far as it is used."""
-        if self.batch.early:
-            owns = [self._h(granule) for granule in range(self.batch.granules)]  # At once.
+        batch = self.tile.batch
+        if batch.early:
+            owns = [self._h(granule) for granule in range(batch.granules)]  # At once.
             for own, b in zip(owns, early, strict=True):
                 total = _plus(total, own, b)
             return total
-        count, ahead = self.batch.used[0], self.ahead
+        ahead = self.ahead
 
-        def step(turn: Any, carried: Any) -> Any:
-            # Where B lies is known a turn ahead of loading it, which is a turn ahead of its use.
-            total, places, bs = carried
-            first = turn * ahead
-            following = tuple(map(self._b, places))
-            places = tuple(self._places(first + 2 * ahead + n) for n in range(ahead))
-            owns = [self._h(first + n) for n in range(ahead)]
-            for number, (own, b) in enumerate(zip(owns, bs, strict=True)):
-                if ahead > 1:  # A select takes h through registers.
-                    own = jnp.where(first + number < count, own, 0)
-                total = _plus(total, own, b)
-            return total, places, following
+        def turn(number: Any, carried: Any) -> Any:
+            # Each B is loaded as many granules before its use as there are in a turn, and where it
+            # lies as many before that.
+            total, *found = carried
+            first = number * ahead
+            for n, (places, b) in enumerate(found):
+                total = _plus(total, self._h(first + n), b)
+                found[n] = self._places(first + 2 * ahead + n), self._b(places)
+            return (total, *found)
 
-        turns = lax.div(count + ahead - 1, ahead)
-        places = tuple(self._places(ahead + n) for n in range(ahead))
-        return lax.fori_loop(0, turns, step, (total, places, tuple(early)))[0]
+        turns = lax.div(batch.used[self.tile.which] + ahead - 1, ahead)
+        found = [(self._places(ahead + n), b) for n, b in enumerate(early)]
+        return lax.fori_loop(0, turns, turn, (total, *found))[0]
 
     def _places(self, granule: Any) -> jax.Array:
-        """Of a granule's lanes in the bank."""
-        return self.batch.places(_lanes(self._inside(granule)))
+        """Of a granule's lanes in the bank; past the last granule of any, what is not used."""
+        batch = self.tile.batch
+        inside = jnp.minimum(granule, batch.granules - 1)
+        return batch.places(self.tile.which, _lanes(inside))
 
     def _b(self, places: jax.Array) -> jax.Array:
-        return self.bank[places[:, None], _from(self.start, self.width)[None, :]]
+        columns = _from(self.tile.first, self.tile.block_o)
+        return self.bank[places[:, None], columns[None, :]]
 
     def _h(self, granule: Any) -> jax.Array:
-        return self.h[self.module, :, _lanes(self._inside(granule))]
-
-    def _inside(self, granule: Any) -> Any:
-        """Past the last granule, the last one: what is loaded ahead and not used."""
-        return jnp.minimum(granule, self.batch.granules - 1)
+        lanes, rows = _lanes(granule), self.tile.rows
+        if rows is None:
+            return self.h[self.module, :, lanes]
+        return self.h[self.module, rows[:, None], _from(lanes.start, lanes.size)[None, :]]
 
 
 def _lanes(granule: Any) -> Any:
@@ -296,25 +336,11 @@ def _from(start: Any, size: int) -> jax.Array:
     return start + jnp.arange(size, dtype=jnp.int32)
 
 
-def _load(ref: Any, row: Any, rows: int, column: Any, columns: int) -> jax.Array:
-    """A tile of an array whose rows may end within it; zeros follow."""
-    if ref.shape[0] % rows == 0:
-        return ref[pl.ds(row, rows), pl.ds(column, columns)]
-    places = _from(row, rows)[:, None]
-    tile = ref.at[places, _from(column, columns)[None, :]]
-    inside = jnp.broadcast_to(places < ref.shape[0], (rows, columns))
+def _rows(ref: Any, rows: Any, columns: Any) -> jax.Array:
+    """Some rows; zeros where there are none."""
+    tile = ref.at[rows[:, None], _from(columns.start, columns.size)[None, :]]
+    inside = jnp.broadcast_to(rows[:, None] < ref.shape[0], tile.shape)
     return plgpu.load(tile, mask=inside, other=0)
-
-
-def _store(ref: Any, column: Any, tile: jax.Array) -> None:
-    """Stores as much of a tile as there are rows."""
-    rows, columns = tile.shape
-    if ref.shape[0] == rows:
-        ref[:, pl.ds(column, columns)] = tile
-        return
-    places = _from(0, rows)[:, None]
-    inside = jnp.broadcast_to(places < ref.shape[0], tile.shape)
-    plgpu.store(ref.at[places, _from(column, columns)[None, :]], tile, mask=inside)
 
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:
