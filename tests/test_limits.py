@@ -102,6 +102,21 @@ def test_each_change_that_is_named_is_accepted_as_written(
         assert config.prefill_chunk == (32 if more else None)
 
 
+def test_changes_fit_where_steps_cost_more_and_are_another_part_of_fewer_variants(
+    write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aot_lora.plan.cost._PER_STEP", {"cpu": (30.0, 2**24)})
+    shares: set[float] = set()
+    for seconds in range(70, 170, 5):
+        text = GRID + PROGRAMS + f"limits: {{seconds: {seconds}}}\n"
+        for change in offered(str(refusal(write_config(text)))):
+            plan = read(write_config(changed(text, change)))
+            hold_limits(plan.asked, plan.plan, plan.targets, seconds=True)
+            shares.add(plan.plan.step_share)
+
+    assert max(shares) > read(write_config(GRID + PROGRAMS)).plan.step_share
+
+
 @pytest.mark.parametrize("limit", ["variants", "seconds", "store_bytes"])
 def test_a_plan_is_refused_exactly_above_its_limit(
     limit: str, write_config: Callable[..., Path]
@@ -121,7 +136,8 @@ def test_limits_are_for_all_targets_together(
     write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = {"cpu": (2.0, 2**20), "cuda without a GPU": (2.0, 2**20)}
-    monkeypatch.setattr("aot_lora.plan.cost._PER_VARIANT", costs)
+    for table in ("_PER_VARIANT", "_PER_STEP"):
+        monkeypatch.setattr(f"aot_lora.plan.cost.{table}", costs)
     two = GRID.replace("{platform: cpu}", "[{platform: cpu}, {platform: cuda, topology: h200}]")
     count = len(read(write_config(GRID)).plan.variants)
 

@@ -178,3 +178,19 @@ def test_more_cores_take_less_time_and_no_fewer_bytes() -> None:
 
     assert one.seconds == pytest.approx(4 * four.seconds)
     assert one.store_bytes == four.store_bytes > 0
+
+
+def test_steps_are_told_from_lora_programs_and_take_longer() -> None:
+    plan = make_plan()
+    others = (Variant("mixed_step", tokens=16), Variant("mixed_step", tokens=32))
+    half = replace(plan, variants=(*plan.variants[:2], *others))
+
+    assert [replace(plan, variants=()).step_share, plan.step_share, half.step_share] == [0, 0, 0.5]
+    for target in (TargetSpec("cpu"), TargetSpec("tpu", "v6e:1x1"), TargetSpec("cuda")):
+        none, some, all_ = (
+            estimate(target=target, variants=100, cores=2, step_share=share)
+            for share in (0.0, 0.5, 1.0)
+        )
+        assert 10 * none.seconds < all_.seconds
+        assert some.seconds == pytest.approx((none.seconds + all_.seconds) / 2, abs=0.1)
+        assert some.store_bytes == pytest.approx((none.store_bytes + all_.store_bytes) / 2)

@@ -330,3 +330,19 @@ def test_ranks_are_written_with_their_quantum(
     assert load_config("c.yaml").plan.quantum == found["quantum"] == 4
     assert run([*options, "--write"]) == EXIT_USAGE
     assert "--write needs a config" in capsys.readouterr().err
+
+
+def test_a_fit_is_under_its_limit_where_steps_cost_more(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aot_lora.plan.cost._PER_STEP", {"cpu": (30.0, 2**24)})
+    (files / "c.yaml").write_text(CONFIG + "programs: [lora, {entry: 'engine:step'}]\n")
+    fits = [
+        json.loads(asked(["--limit-seconds", str(limit), "--format", "json"], capsys)[0])
+        for limit in range(60, 160, 20)
+    ]
+
+    for limit, found in zip(range(60, 160, 20), fits, strict=True):
+        assert found["grids"][-1]["seconds"] <= limit
+        assert found["grids"][-1]["variants"] <= found["most_variants"]
+    assert fits[0]["grids"][-1]["variants"] < fits[-1]["grids"][-1]["variants"]

@@ -118,7 +118,12 @@ def _target(
         at.setdefault((one["tokens"], one["lanes"]), {})[one["form"]] = None
     return TargetFacts(
         name=str(target),
-        estimate=estimate(target=target, variants=len(plan.variants), cores=usable_cores()),
+        estimate=estimate(
+            target=target,
+            variants=len(plan.variants),
+            cores=usable_cores(),
+            step_share=plan.step_share,
+        ),
         held=held,
         forms=tuple(forms.rows_of(plan, target)) if with_forms else (),
         form_names={place: tuple(names) for place, names in at.items()},

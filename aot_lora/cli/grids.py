@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +13,10 @@ from aot_lora.adapters.ranks import read_ranks
 from aot_lora.cli.options import emit, note, size, table
 from aot_lora.cli.writing import write
 from aot_lora.config import Config
-from aot_lora.config.limits import limits_of, replanner, tokens_yaml
+from aot_lora.config.limits import bill_of, limits_of, replanner, tokens_yaml
 from aot_lora.errors import ConfigError, PlanError
 from aot_lora.plan import usable_cores
-from aot_lora.plan.budget import Limits, bill, most_variants
+from aot_lora.plan.budget import Bill, Limits, broken, most_variants
 from aot_lora.plan.grids import Grid
 from aot_lora.plan.mix import LaneCost
 from aot_lora.plan.product import GridUse, Wanted, fit_grid, pow2_grid
@@ -60,9 +61,12 @@ def fit_under_limits(task: Task, *, head: dict[str, Any], say: str, form: str, k
       ConfigError: nothing fits, or as the fit raises.
     """
     config, asked = task.config, task.config.asked
-    plan, targets, cores = config.written_plan, config.targets, usable_cores()
+    plan, targets = config.written_plan, config.targets
+    replan = replanner(asked, plan)
     limits = _tighter(task.limits, limits_of(asked, seconds=True))
-    most = most_variants(limits, targets, cores=cores, above=_MOST_VARIANTS)
+    most = most_variants(
+        limits, targets, cores=usable_cores(), above=_MOST_VARIANTS, step_share=plan.step_share
+    )
     wanted = Wanted(
         plan=plan,
         most=most,
@@ -75,33 +79,31 @@ def fit_under_limits(task: Task, *, head: dict[str, Any], say: str, form: str, k
     )
     seen = 0 if task.steps.slots is None else int(task.steps.slots.max())
     others = _others(wanted, config, seen)
+    fitted = partial(fit_grid, replan=replan, cost=task.cost, edges=asked.edges, others=others)
     try:
-        found = fit_grid(
-            task.steps,
-            wanted,
-            replanner(asked, plan),
-            task.cost,
-            edges=asked.edges,
-            others=others,
-        )
+        found = fitted(task.steps, wanted)
+        # So many variants may be above a limit where more of them are steps than in the config.
+        while broken(bill_of(replan(found[-1].grid), targets), limits):
+            wanted = replace(wanted, most=found[-1].variants - 1)
+            found = fitted(task.steps, wanted)
     except PlanError as error:
         if error.problem.startswith("no grid has"):
             raise ConfigError(
                 f"nothing fits {_text(limits)}",
                 expected=error.expected,
-                found=f"at most {most:,} variants for each target",
+                found=f"at most {wanted.most:,} variants for each target",
                 next_step=error.next_step,
             ) from None
         raise
-    rows = [_row(use, config, cores) for use in found]
+    rows = [_row(use, bill_of(replan(use.grid), targets)) for use in found]
     grid = found[-1].grid
     if form == "json":
         chosen = rows[-1]
         emit({**head, "buckets": chosen["tokens"], "slots": chosen["slots"],
-              "ranks": chosen["ranks"], "most_variants": most, "grids": rows})  # fmt: skip
+              "ranks": chosen["ranks"], "most_variants": wanted.most, "grids": rows})  # fmt: skip
     else:
         print(say)
-        print(f"limits: {_text(limits)}: at most {most:,} variants for each target")
+        print(f"limits: {_text(limits)}: at most {wanted.most:,} variants for each target")
         if task.steps.slots is None:
             print("the trace has no adapters: each of the config's slots is taken as likely")
         if wanted.ranks is None:
@@ -173,8 +175,7 @@ def _text(limits: Limits) -> str:
     return ", ".join(parts)
 
 
-def _row(use: GridUse, config: Config, cores: int) -> dict[str, Any]:
-    cost = bill(use.variants, config.targets, cores=cores)
+def _row(use: GridUse, cost: Bill) -> dict[str, Any]:
     return {
         "name": use.name,
         "tokens": list(use.grid.tokens),

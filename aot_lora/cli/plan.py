@@ -75,7 +75,9 @@ def command(
     )
     lints = lints_of(loaded.written_plan, used)
     costs = [
-        estimate(target=t, variants=len(plan.variants), cores=usable_cores())
+        estimate(
+            target=t, variants=len(plan.variants), cores=usable_cores(), step_share=plan.step_share
+        )
         for t in loaded.targets
     ]
     seconds = round(sum(cost.seconds for cost in costs), 1)

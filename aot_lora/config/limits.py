@@ -57,13 +57,14 @@ def hold_limits(
             where=asked.place("limits", "variants"),
             next_step="list slots above 0, or a program of your own",
         )
-    cores = usable_cores()
     limits = limits_of(asked, seconds=seconds)
-    found = bill(count, targets, cores=cores)
+    found = bill_of(plan, targets)
     name = broken(found, limits)
     if name is None:
         return
-    most = most_variants(limits, targets, cores=cores, above=count)
+    most = most_variants(
+        limits, targets, cores=usable_cores(), above=count, step_share=plan.step_share
+    )
     raise PlanError(
         _PROBLEMS[name],
         where=asked.place("limits", name),
@@ -71,6 +72,12 @@ def hold_limits(
         found=str(found),
         next_step=_advice(asked, plan, targets, limits, most, mix),
     )
+
+
+def bill_of(plan: Plan, targets: Sequence[TargetSpec]) -> Bill:
+    """What a plan costs on this host."""
+    count = len(plan.variants)
+    return bill(count, targets, cores=usable_cores(), step_share=plan.step_share)
 
 
 def _amount(name: str, value: float) -> str:
@@ -94,9 +101,6 @@ def _advice(
 
     replan = replanner(asked, plan)
 
-    def billed(variants: int) -> Bill:
-        return bill(variants, targets, cores=usable_cores())
-
     cost = work(plan)
     grid = Grid(tokens=plan.tokens.buckets, slots=plan.slots, ranks=plan.ranks)
     search = Search(
@@ -108,20 +112,29 @@ def _advice(
     )
     basis = "if each point is as frequent" if mix is None else "for the steps of the trace"
     now = search.cost_of(grid)
+    while True:
+        found = [
+            (choice, bill_of(replan(choice.grid), targets))
+            for choice in changes(grid, search, most=most)
+        ]
+        # So many variants may be above a limit where more of them are steps than before.
+        above = [choice.variants for choice, cost in found if broken(cost, limits)]
+        if not above:
+            break
+        most = min(above) - 1
     lines = [
-        f"{' and '.join(_lines(asked, grid, choice))}: {billed(choice.variants)}; "
-        f"{_more(choice, now)} work {basis}"
-        for choice in changes(grid, search, most=most)
+        f"{' and '.join(_lines(asked, grid, choice))}: {cost}; {_more(choice, now)} work {basis}"
+        for choice, cost in found
     ]
     if not lines:
         least = smallest(grid)
-        bound = billed(len(replan(least).variants))
+        bound = bill_of(replan(least), targets)
         with_it = " and ".join(_keys(asked, grid, least))
         return (
             f"nothing fits: {f'with {with_it} it is still' if with_it else 'it is'} {bound}; allow "
             f"that by `{_limits_line(limits, bound)}`, or use fewer modules, programs or targets"
         )
-    needed = _limits_line(limits, billed(len(plan.variants)))
+    needed = _limits_line(limits, bill_of(plan, targets))
     return "\n    or ".join([f"write {lines[0]}", *lines[1:], f"`{needed}` for all of it"])
 
 

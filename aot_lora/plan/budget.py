@@ -48,9 +48,17 @@ class Bill:
         )
 
 
-def bill(variants: int, targets: Sequence[TargetSpec], *, cores: int) -> Bill:
-    """What a plan of `variants` variants costs for some targets, one after the other."""
-    costs = [estimate(target=target, variants=variants, cores=cores) for target in targets]
+def bill(
+    variants: int, targets: Sequence[TargetSpec], *, cores: int, step_share: float = 0.0
+) -> Bill:
+    """What a plan of `variants` variants costs for some targets, one after the other.
+
+    `step_share`: see `Plan.step_share`.
+    """
+    costs = [
+        estimate(target=target, variants=variants, cores=cores, step_share=step_share)
+        for target in targets
+    ]
     return Bill(
         variants=variants * len(costs),
         targets=len(costs),
@@ -69,10 +77,17 @@ def broken(found: Bill, limits: Limits) -> str | None:
     return None
 
 
-def most_variants(limits: Limits, targets: Sequence[TargetSpec], *, cores: int, above: int) -> int:
+def most_variants(
+    limits: Limits,
+    targets: Sequence[TargetSpec],
+    *,
+    cores: int,
+    above: int,
+    step_share: float = 0.0,
+) -> int:
     """The most variants of each target that no limit refuses, looked for below `above`."""
-    sizes = range(above)
-    refused = bisect_right(
-        sizes, 0, key=lambda size: int(broken(bill(size, targets, cores=cores), limits) is not None)
-    )
-    return max(refused - 1, 0)
+
+    def refused(size: int) -> bool:
+        return broken(bill(size, targets, cores=cores, step_share=step_share), limits) is not None
+
+    return max(bisect_right(range(above), False, key=refused) - 1, 0)

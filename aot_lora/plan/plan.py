@@ -71,6 +71,12 @@ class Plan:
         return len(self.tokens.buckets) * len(self.slots) * len(self.ranks)
 
     @property
+    def step_share(self) -> float:
+        """Part of the variants, 0 to 1, that are no LoRA programs but steps of a model."""
+        steps = sum(variant.program not in LORA_PROGRAMS for variant in self.variants)
+        return steps / max(len(self.variants), 1)
+
+    @property
     def bank_bytes(self) -> int:
         """Memory of all banks of all layers on each device, in bytes."""
         lanes = self.bank_blocks * self.quantum
