@@ -63,5 +63,5 @@ def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates that no new measurement moves: 2 core-seconds and 1 MiB a variant, 4 cores."""
     for table in ("_PER_VARIANT", "_PER_STEP"):
         monkeypatch.setattr(f"aot_lora.plan.cost.{table}", {"cpu": (2.0, 2**20)})
-    for module in ("aot_lora.plan.cost", "aot_lora.cli.plan", "aot_lora.config.limits"):
+    for module in ("aot_lora.plan.cost", "aot_lora.config.limits"):
         monkeypatch.setattr(f"{module}.usable_cores", lambda: 4)

@@ -143,6 +143,12 @@ def test_one_launch_counts_on_from_call_to_call() -> None:
     assert [one.tobytes() for one in again] == [one.tobytes() for one in outputs]
 
 
+@pytest.mark.parametrize("tuning", [{"block_t": 32}, {"ahead": 3}, {"ahead": 8}])
+def test_one_launch_refuses_what_a_batch_has_no_lists_for(tuning: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="not for block_t="):
+        run(one_launch(**tuning), served(70, MIXED, 64, (32,)))
+
+
 @pytest.mark.once
 @pytest.mark.parametrize("number", range(len(pallas_gpu.TUNINGS)))
 def test_every_tuning_of_one_launch_serves_all_that_it_does_not_refuse(number: int) -> None:

@@ -15,9 +15,10 @@ from aot_lora.cli.options import size
 from aot_lora.cli.plan import shared_by
 from aot_lora.config import Config
 from aot_lora.config.fitted import trace_of
+from aot_lora.config.limits import bill_of
 from aot_lora.config.schema import FitBuckets
 from aot_lora.errors import AotLoraError
-from aot_lora.plan import LORA_PROGRAMS, Plan, TargetSpec, estimate, mean_waste, usable_cores
+from aot_lora.plan import LORA_PROGRAMS, Plan, TargetSpec, mean_waste
 from aot_lora.plan.fit import histogram
 from aot_lora.plan.memory import declared
 from aot_lora.report import Finding, Held, MemoryFacts, PlanFacts, TargetFacts, TrafficFacts
@@ -118,12 +119,7 @@ def _target(
         at.setdefault((one["tokens"], one["lanes"]), {})[one["form"]] = None
     return TargetFacts(
         name=str(target),
-        estimate=estimate(
-            target=target,
-            variants=len(plan.variants),
-            cores=usable_cores(),
-            step_share=plan.step_share,
-        ),
+        estimate=bill_of(plan, (target,)),
         held=held,
         forms=tuple(forms.rows_of(plan, target)) if with_forms else (),
         form_names={place: tuple(names) for place, names in at.items()},

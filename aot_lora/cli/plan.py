@@ -23,9 +23,9 @@ from aot_lora.cli.options import (
     table,
 )
 from aot_lora.config import Config
-from aot_lora.config.limits import hold_limits
+from aot_lora.config.limits import bill_of, hold_limits
 from aot_lora.errors import ConfigError
-from aot_lora.plan import Plan, estimate, mean_waste, usable_cores
+from aot_lora.plan import Plan, mean_waste
 from aot_lora.warmup.fewer import refuse_what_cannot_fit, refuse_what_does_not_fit
 from aot_lora.warmup.memory import memory_report
 
@@ -74,22 +74,15 @@ def command(
         mix=used.mix(loaded.written_plan) if used else None,
     )
     lints = lints_of(loaded.written_plan, used)
-    costs = [
-        estimate(
-            target=t, variants=len(plan.variants), cores=usable_cores(), step_share=plan.step_share
-        )
-        for t in loaded.targets
-    ]
-    seconds = round(sum(cost.seconds for cost in costs), 1)
-    store_bytes = sum(cost.store_bytes for cost in costs)
+    cost = bill_of(plan, loaded.targets)
     waste = mean_waste(plan.tokens)
     reports = [memory_report(loaded, target, say=note) for target in loaded.targets if memory]
     if form == "json":
         value: dict[str, Any] = {
-            "points": plan.points * len(costs),
-            "variants": len(plan.variants) * len(costs),
-            "seconds": seconds,
-            "bytes": store_bytes,
+            "points": plan.points * cost.targets,
+            "variants": cost.variants,
+            "seconds": cost.seconds,
+            "bytes": cost.store_bytes,
             "waste": [{"bucket_tokens": b, "waste": round(w, 4)} for b, w in waste],
         }
         if plan.decoder and plan.with_lanes:
@@ -104,8 +97,8 @@ def command(
     else:
         _show(loaded, plan, waste)
         print(
-            f"estimate of a cold warmup: {seconds:.0f} s on {max(c.cores for c in costs)} cores, "
-            f"{size(store_bytes)} in {loaded.store_root}"
+            f"estimate of a cold warmup: {cost.seconds:.0f} s on {cost.cores} cores, "
+            f"{size(cost.store_bytes)} in {loaded.store_root}"
         )
         if used:
             show_used(used)

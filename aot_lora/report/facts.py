@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from aot_lora.plan import Estimate, Plan
+from aot_lora.plan import Plan
+from aot_lora.plan.budget import Bill
 from aot_lora.plan.fit import Ints
 from aot_lora.plan.lints import TokenUse
 from aot_lora.plan.memory import Memory
@@ -72,7 +73,7 @@ class TargetFacts:
     """
 
     name: str
-    estimate: Estimate
+    estimate: Bill
     held: Mapping[str, Held] | None
     forms: tuple[tuple[str, ...], ...]
     form_names: Mapping[tuple[int, int], tuple[str, ...]]

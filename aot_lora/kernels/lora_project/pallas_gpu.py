@@ -18,7 +18,7 @@ from aot_lora.kernels.batch import Batch
 from aot_lora.kernels.blocks import NOBODY, Layer
 from aot_lora.kernels.lora_project.one_launch import EARLY, kernel
 from aot_lora.kernels.lora_project.xla import Arrays, Banks
-from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, LEAST, as_ref, flat
+from aot_lora.kernels.lora_shrink.pallas_gpu import GRANULE, LEAST, as_ref, flat, order
 from aot_lora.kernels.lora_shrink.pallas_gpu import prepare as prepare_lanes
 from aot_lora.kernels.sizes import STACKED, Sizes
 
@@ -115,12 +115,12 @@ def prepare(batch: Batch, *, quantum: int, most: int) -> Counted:
     )
     slots = jnp.pad(lanes.slots, (0, count - batch.slots.shape[0]), constant_values=-1)
     # Rows of no adapter, padding among them, go last.
-    order = _order(jnp.where(slots < 0, _LAST, slots))
-    slots = slots[order]
+    ordered = order(jnp.where(slots < 0, _LAST, slots))
+    slots = slots[ordered]
     groups = slots.reshape(-1, min(count, FEW))
     used = (groups[:, :, None] == owners).any(1).reshape(len(groups), -1, GRANULE).any(2)
     wanted = jnp.concatenate([used.any(0)[None], used]) if len(groups) > 1 else used
-    granules = jax.vmap(_order)(~wanted)
+    granules = jax.vmap(order)(~wanted)
     rows, owners = (
         jnp.where(jnp.take_along_axis(wanted, granules, 1)[:, :, None], lane, other)
         for lane, other in (
@@ -133,19 +133,11 @@ def prepare(batch: Batch, *, quantum: int, most: int) -> Counted:
     return Counted(
         rows.reshape(len(wanted), -1),
         owners.reshape(len(wanted), -1),
-        order,
+        ordered,
         slots,
         wanted.sum(1, dtype=jnp.int32),
         *counters,
     )
-
-
-def _order(keys: jax.Array) -> jax.Array:
-    """As a stable argsort: [N] int32. By sums, because a sort is many launches."""
-    places = jnp.arange(keys.size, dtype=jnp.int32)
-    before = (keys < keys[:, None]) | ((keys == keys[:, None]) & (places < places[:, None]))
-    taken = before.sum(1) == places[:, None]
-    return jnp.where(taken, places, 0).sum(1, dtype=jnp.int32)
 
 
 def one_launch(
@@ -179,6 +171,9 @@ def one_launch(
       ahead: granules of B that are under way: 1, 2 or 4.
       shrink_d, shrink_t, shrink_l: inputs, rows and lanes of a tile of a shrink.
       interpret: on the CPU, for tests.
+
+    Raises:
+      ValueError: `block_t` or `ahead` is another number, for which `prepare` has no lists.
     """
     rows = x.shape[0]
     tokens = tile_rows(rows)
@@ -189,6 +184,11 @@ def one_launch(
     tiles = [weight.shape[1] // block_o for weight in weights]
     width = batch.rows.shape[1]
     block_t = min(block_t, tokens)
+    if block_t not in (FEW, tokens) or MOST_AHEAD % ahead:
+        raise ValueError(
+            f"one_launch has lists of lanes for {FEW} rows or all {tokens}, in turns of 1, 2 or "
+            f"{MOST_AHEAD} granules, not for block_t={block_t}, ahead={ahead}"
+        )
     shrink_t = min(shrink_t, block_t)
     shrinks = tokens // shrink_t * (width // shrink_l) * len(weights)
     h = jax.ShapeDtypeStruct((len(weights), tokens, width), x.dtype)

@@ -61,19 +61,22 @@ def prepare(batch: Batch, *, quantum: int, most: int) -> Lanes:
     slots = jnp.pad(batch.slots, (0, -batch.slots.shape[0] % GROUP), constant_values=-1)
     own = slots.reshape(-1, GROUP)[:, :, None, None] == owners.reshape(-1, GRANULE)[None, None]
     granules = own.any(axis=(1, 3))
-    # The granules that are used, first. By sums, because a sort is many launches.
-    count = granules.shape[1]
-    place = jnp.cumsum(granules, axis=1) - 1
-    taken = granules[:, :, None] & (place[:, :, None] == jnp.arange(count))
-    wanted = jnp.sum(jnp.where(taken, jnp.arange(count)[None, :, None], 0), axis=1)
     return Lanes(
         rows=jnp.pad(rows, padding),
         owners=owners,
         slots=batch.slots,
         granules=granules.astype(jnp.int32),
-        wanted=wanted.astype(jnp.int32),
+        wanted=jax.vmap(order)(~granules),
         counts=granules.sum(axis=1, dtype=jnp.int32),
     )
+
+
+def order(keys: jax.Array) -> jax.Array:
+    """As a stable argsort: [N] int32. By sums, because a sort is many launches."""
+    places = jnp.arange(keys.size, dtype=jnp.int32)
+    before = (keys < keys[:, None]) | ((keys == keys[:, None]) & (places < places[:, None]))
+    taken = before.sum(1) == places[:, None]
+    return jnp.where(taken, places, 0).sum(1, dtype=jnp.int32)
 
 
 def flat(bank: jax.Array) -> jax.Array:
