@@ -91,7 +91,9 @@ def extended(
     x = jnp.pad(x, ((0, padding), (0, 0)))
     batch = batch._replace(slots=jnp.pad(batch.slots, (0, padding), constant_values=-1))
     a_banks, b_banks = zip(*banks, strict=True)
-    h = lora_shrink(x, a_banks, layer, batch, block_t=shrink_t, block_l=shrink_l, block_d=shrink_d)
+    h = lora_shrink(
+        x, a_banks, layer, batch, block_t=shrink_t, block_l=shrink_l, block_d=shrink_d, cores=cores
+    )
     _, blocks, quantum, _ = b_banks[0].shape
     layer, places, flat_banks = side_by_side(b_banks, layer, batch)
     multiply = plgpu.kernel(

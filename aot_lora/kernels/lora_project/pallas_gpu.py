@@ -107,7 +107,7 @@ class Counted(NamedTuple):
 def prepare(batch: Batch, *, quantum: int, most: int) -> Counted:
     """Once a batch."""
     lanes = prepare_lanes(batch, quantum=quantum, most=most)
-    count, granules = tile_rows(batch.slots.shape[0]), lanes.granules.shape[1]
+    count, granules = tile_rows(batch.slots.shape[0]), lanes.wanted.shape[1]
     padding = -granules % MOST_AHEAD if granules > EARLY else 0
     rows, owners = (
         jnp.pad(lane, (0, padding * GRANULE), constant_values=other)

@@ -37,15 +37,14 @@ class Lanes(NamedTuple):
         those that pad lie in block 0, which is zero.
       owners: [L] int32, the slot that owns each lane.
       slots: [T] int32.
-      granules: [T / GROUP, L / GRANULE] int32, 1 where a row of the group has a lane of it.
-      wanted: [T / GROUP, L / GRANULE] int32, of each group the granules that are used, first.
+      wanted: [T / GROUP, L / GRANULE] int32, of each group the granules of which a row has a lane,
+        first.
       counts: [T / GROUP] int32, how many they are.
     """
 
     rows: jax.Array
     owners: jax.Array
     slots: jax.Array
-    granules: jax.Array
     wanted: jax.Array
     counts: jax.Array
 
@@ -65,7 +64,6 @@ def prepare(batch: Batch, *, quantum: int, most: int) -> Lanes:
         rows=jnp.pad(rows, padding),
         owners=owners,
         slots=batch.slots,
-        granules=granules.astype(jnp.int32),
         wanted=jax.vmap(order)(~granules),
         counts=granules.sum(axis=1, dtype=jnp.int32),
     )
@@ -100,6 +98,7 @@ def lora_shrink(
     block_d: int = 128,
     warps: int = 4,
     stages: int = 4,
+    cores: int = 132,
     interpret: bool = False,
 ) -> jax.Array:
     """Projects rows onto the lanes of their own adapters, for several modules at once.
@@ -112,6 +111,8 @@ def lora_shrink(
       block_t, block_l, block_d: rows, lanes and inputs of a tile; powers of two of at least 16, and
         at most a granule of lanes.
       warps, stages: of Triton.
+      cores: streaming multiprocessors of the GPU. So many blocks of threads that each has two, and
+        no more: one that finds nothing to do costs a microsecond too.
       interpret: on the CPU, for tests.
 
     Returns:
@@ -121,10 +122,18 @@ def lora_shrink(
     tokens, count = x.shape[0], len(a_banks)
     _, blocks, quantum, _ = a_banks[0].shape
     width = lanes.rows.shape[0]
+    tiles, parts = tokens // block_t, GRANULE // block_l
+    at_once = min(-(-2 * cores // (tiles * parts * count)), width // GRANULE)
     return pl.pallas_call(
-        partial(_kernel, shape=(block_t, block_l), block_d=block_d, per_layer=blocks * quantum),
+        partial(
+            _kernel,
+            shape=(block_t, block_l),
+            block_d=block_d,
+            at_once=at_once,
+            per_layer=blocks * quantum,
+        ),
         out_shape=jax.ShapeDtypeStruct((count, tokens, width), x.dtype),
-        grid=(tokens // block_t, width // block_l, count),
+        grid=(tiles, at_once * parts, count),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="lora_shrink",
@@ -133,7 +142,8 @@ def lora_shrink(
         lanes.rows,
         lanes.owners,
         lanes.slots,
-        lanes.granules,
+        lanes.wanted,
+        lanes.counts,
         x,
         *map(flat, a_banks),
     )
@@ -144,37 +154,48 @@ def _kernel(
     rows: Any,
     owners: Any,
     slots: Any,
-    granules: Any,
+    wanted: Any,
+    counts: Any,
     x: Any,
     *refs: Any,
     shape: tuple[int, int],
     block_d: int,
+    at_once: int,
     per_layer: int,
 ) -> None:
     *banks, out = refs
-    row, lane, module = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    tokens, lanes = pl.ds(row * shape[0], shape[0]), pl.ds(lane * shape[1], shape[1])
-    own = slots[tokens][:, None] == owners[lanes][None, :]
-    wanted = jnp.max(own.astype(jnp.int32)) > 0
-    read = granules[lax.div(row * shape[0], GROUP), lax.div(lane * shape[1], GRANULE)] > 0
+    row, place, module = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    parts = GRANULE // shape[1]
+    place, part = lax.div(place, parts), lax.rem(place, parts)
+    tokens, group = pl.ds(row * shape[0], shape[0]), lax.div(row * shape[0], GROUP)
+    slot = slots[tokens]
 
-    for index, bank in enumerate(banks):
+    def granule(turn: Any, _: None) -> None:
+        which = wanted[group, place + turn * at_once]
+        lanes = pl.ds(which * GRANULE + part * shape[1], shape[1])
+        own, places = slot[:, None] == owners[lanes][None, :], layer[0] * per_layer + rows[lanes]
+        used = jnp.max(own.astype(jnp.int32)) > 0
 
-        @pl.when(wanted & (module == index))
-        def _(index: int = index, bank: Any = bank) -> None:
-            h = onto_lanes(
-                lambda columns: x[tokens, columns],
-                bank,
-                layer[0] * per_layer + rows[lanes],
-                shape=shape,
-                inputs=(0, x.shape[1]),
-                block_d=block_d,
-            )
-            out[index, tokens, lanes] = jnp.where(own, h, 0.0).astype(out.dtype)
+        for index, bank in enumerate(banks):
 
-    @pl.when(read & ~wanted)
-    def _() -> None:
-        out[module, tokens, lanes] = jnp.zeros(shape, out.dtype)
+            @pl.when(used & (module == index))
+            def _(index: int = index, bank: Any = bank) -> None:
+                h = onto_lanes(
+                    lambda columns: x[tokens, columns],
+                    bank,
+                    places,
+                    shape=shape,
+                    inputs=(0, x.shape[1]),
+                    block_d=block_d,
+                )
+                out[index, tokens, lanes] = jnp.where(own, h, 0.0).astype(out.dtype)
+
+        @pl.when(~used)
+        def _() -> None:
+            out[module, tokens, lanes] = jnp.zeros(shape, out.dtype)
+
+    turns = lax.div(counts[group] - place + at_once - 1, at_once)
+    lax.fori_loop(0, turns, granule, None)
 
 
 def onto_lanes(
