@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels_vllm
+import numpy as np
 from lines import emit, note
 
 _D = 4096
@@ -148,11 +149,16 @@ def _best(times: dict[str, float]) -> dict[str, float]:
 
 
 def _floor(point: Any) -> float:
-    """Seconds that an H200 needs for the bytes or the FLOPs of base and adapters, the larger."""
-    tokens, d, o, lanes = point.tokens, point.d, sum(point.o), point.sizes.lanes
-    mean = lanes / len(point.ranks)  # what a row's own adapter has
-    moved = 2 * (tokens * (d + o) + d * o + lanes * (d + o))
-    work = 2 * tokens * (d * o + mean * (d + o))
+    """Seconds that an H200 needs for the bytes or the FLOPs of base and adapters, the larger.
+
+    Of adapters those count that a row has.
+    """
+    from aot_lora.tuning.measure import slots_of
+
+    slots, ranks = slots_of(point), np.multiply(point.counts, point.quantum)
+    tokens, d, o = point.tokens, point.d, sum(point.o)
+    moved = 2 * (tokens * (d + o) + d * o + ranks[np.unique(slots)].sum() * (d + o))
+    work = 2 * (tokens * d * o + ranks[slots].sum() * (d + o))
     return max(moved / _H200_BYTES, work / _H200_FLOPS)
 
 
