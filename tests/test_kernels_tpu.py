@@ -39,6 +39,7 @@ from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
 from aot_lora.kernels.lora_shrink import reference as shrink_reference
 from aot_lora.kernels.reference import tolerance
 from aot_lora.kernels.sizes import Sizes
+from aot_lora.kernels.tpu_sizes import segments_sizes
 from aot_lora.plan import TargetSpec
 from aot_lora.targets.environment import worker_environment
 
@@ -228,6 +229,33 @@ def test_segments_in_any_blocks_and_any_order(sizes: dict[str, int]) -> None:
         batch = Batch(MIXED, slots, lanes=256)
         found = run_segments(segmented, batch, 16, **sizes)
         assert close(found, batch.expected(), reduction=128)
+
+
+@pytest.mark.once
+@whenever_copies_are_done
+def test_segments_of_all_tokens_in_one_block_are_read_in_wide_tiles() -> None:
+    """The last tile that is used is half full, the one after it is not read."""
+    batch = Batch((64,) * 10, [*range(10), -1, 3], lanes=1024)
+    tokens = len(batch.slots)
+    assert segments_sizes(tokens, 1024, 128, 256, QUANTUM, 4)["block_l"] == 256
+    assert close(run_segments(segmented, batch, tokens), batch.expected(), reduction=128)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lanes", "quantum", "block_l"),
+    [
+        (128, 128, 8, 128),
+        (128, 512, 8, 128),
+        (128, 1024, 64, 256),
+        (256, 4096, 8, 512),
+        (16, 768, 8, 128),  # 192 lanes would be no whole registers
+        (512, 4096, 8, 128),
+    ],
+)
+def test_a_tile_of_segments_is_a_quarter_of_the_lanes_where_one_block_has_all_tokens(
+    tokens: int, lanes: int, quantum: int, block_l: int
+) -> None:
+    assert segments_sizes(tokens, lanes, 4096, 4096, quantum, 2)["block_l"] == block_l
 
 
 def test_segments_read_no_block_of_an_adapter_absent_from_the_tokens() -> None:

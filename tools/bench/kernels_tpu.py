@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,27 +26,20 @@ from aot_lora.kernels.lora_fused import pallas_tpu as fuse
 from aot_lora.kernels.lora_segments import pallas_tpu as segment
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
 
-ITEM, QUANTUM, LIMIT_S = 2, 8, 60.0
+ITEM, LIMIT_S = 2, 60.0
 MIX = (8, 16, 32, 64, 128)
 
-# (tokens, ranks, O) at D = 4096.
-POINTS: tuple[tuple[int, tuple[int, ...], int], ...] = (
-    (16, (16,), 4096),
-    (16, (16,) * 8, 4096),
-    (16, (16,) * 8, 14336),
-    (16, MIX, 4096),
-    (128, (16,) * 8, 14336),
-    (128, (64,) * 32, 4096),
-    (2048, (16,) * 8, 4096),
-    (2048, MIX, 4096),
-    (2048, (64,) * 8, 14336),
-    (2048, (64,) * 32, 4096),
-    (2048, (64,) * 32, 14336),
-    (8192, (64,) * 32, 4096),
+# (tokens, ranks, O) at D = 4096; one token has one adapter.
+POINTS = tuple(
+    (tokens, tuple(islice(cycle(ranks), adapters)), o)
+    for tokens in (1, 16, 128, 2048, 8192)
+    for o in (4096, 14336)
+    for adapters in ((1,) if tokens == 1 else (1, 8, 32))
+    for ranks in ((16,), (64,), MIX)[: 2 if adapters == 1 else 3]
 )
 TOKENS, LANES = (16, 128, 2048), (128, 512)
 SITES = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
-ADAPTERS = 8  # active at once, at most, in the preset
+ADAPTERS, QUANTUM = 8, 8  # active at once, at most, and lanes of a block, in the preset
 
 
 class Key(NamedTuple):
@@ -56,6 +50,7 @@ class Key(NamedTuple):
     lanes: int
     d: int
     o: int
+    quantum: int
     listed: int = 0
 
 
@@ -64,41 +59,38 @@ Best = dict[Key, tuple[Cost, dict[str, int]]]
 
 def candidates(key: Key) -> Iterable[tuple[dict[str, int], int]]:
     """Block sizes to try, with the bytes they move."""
-    op, tokens, lanes, d, o, listed = key
+    op, tokens, lanes, d, o, quantum, listed = key
     rows = (tokens,) if tokens <= 512 else (256, 512)
     if op == "lora_shrink":
         for t in rows:
             for part in (1, 2):
                 size = {"block_t": t, "block_d": sizes.divisor(d, d // part)}
-                full = sizes.shrink_sizes(tokens, lanes, d, QUANTUM, ITEM) | size
-                if not shrink.supports(tokens, lanes, d, QUANTUM, ITEM, **size):
+                full = sizes.shrink_sizes(tokens, lanes, d, quantum, ITEM) | size
+                if not shrink.supports(tokens, lanes, d, quantum, ITEM, **size):
                     yield size, sizes.shrink_hbm_bytes(tokens, lanes, d, ITEM, full)
     elif op == "lora_expand":
         for t in rows:
             for part in (1, 2, 4):
                 size = {"block_t": t, "block_o": sizes.divisor(o, o // part)}
-                full = sizes.expand_sizes(tokens, lanes, o, QUANTUM, ITEM) | size
-                if not expand.supports(tokens, lanes, o, QUANTUM, ITEM, **size):
+                full = sizes.expand_sizes(tokens, lanes, o, quantum, ITEM) | size
+                if not expand.supports(tokens, lanes, o, quantum, ITEM, **size):
                     yield size, sizes.expand_hbm_bytes(tokens, lanes, o, ITEM, full)
     elif op == "lora_fused":
         wide = ((512, 4096), (1024, 4096)) if tokens <= 128 else ((2048, 1024),)
         for d_most, o_most in wide:
             size = {"block_t": min(tokens, 512)}
             size |= {"block_d": sizes.divisor(d, d_most), "block_o": sizes.divisor(o, o_most)}
-            if not fuse.supports(tokens, lanes, d, o, QUANTUM, ITEM, **size):
+            if not fuse.supports(tokens, lanes, d, o, quantum, ITEM, **size):
                 yield size, sizes.fused_hbm_bytes(tokens, lanes, d, o, ITEM, size)
     else:
-        block_t = sizes.segments_sizes(tokens, lanes, d, o, QUANTUM, ITEM)["block_t"]
+        full = sizes.segments_sizes(tokens, lanes, d, o, quantum, ITEM)
+        tiles = math.ceil(listed / full["block_l"])
+        read = tokens // full["block_t"] * tiles * full["block_l"]
+        moved = sizes.segments_hbm_bytes(tokens, read, d, o, ITEM)
         for part in (1, 2):
-            size = {
-                "block_l": sizes.lanes_in_tile(lanes, QUANTUM, 128),
-                "block_o": sizes.divisor(o, o // part),
-            }
-            tiles = math.ceil(listed / size["block_l"])
-            if not segment.supports(tokens, lanes, d, o, QUANTUM, ITEM, **size):
-                read = tokens // block_t * tiles * size["block_l"]
-                moved = sizes.segments_hbm_bytes(tokens, read, d, o, ITEM)
-                yield {**size, "block_t": block_t, "tiles": tiles}, moved
+            size = full | {"block_o": sizes.divisor(o, o // part)}
+            if not segment.supports(tokens, lanes, d, o, quantum, ITEM, **size):
+                yield {**size, "tiles": tiles}, moved
 
 
 def tune(topology: str, keys: Iterable[Key]) -> Best:
@@ -112,7 +104,7 @@ def tune(topology: str, keys: Iterable[Key]) -> Best:
                 "op": key.op,
                 "tokens": key.tokens,
                 "lanes": key.lanes,
-                "quantum": QUANTUM,
+                "quantum": key.quantum,
                 "d": key.d,
                 "o": key.o,
                 "tuning": size,
@@ -133,25 +125,25 @@ def tune(topology: str, keys: Iterable[Key]) -> Best:
     return best
 
 
-def listed_lanes(tokens: int, ranks: tuple[int, ...]) -> int:
+def listed_lanes(tokens: int, ranks: tuple[int, ...], quantum: int) -> int:
     """Lanes that a block of tokens needs; one more adapter than fits, for the boundary."""
     lanes = sum(ranks)
-    block_t = sizes.segments_sizes(tokens, lanes, 128, 128, QUANTUM, ITEM)["block_t"]
+    block_t = sizes.segments_sizes(tokens, lanes, 128, 128, quantum, ITEM)["block_t"]
     if block_t == tokens:
         return lanes
     some = min(len(ranks), math.ceil(len(ranks) * block_t / tokens) + 1)
     return min(lanes, math.ceil(lanes * some / len(ranks)))
 
 
-def keys_of(tokens: int, ranks: tuple[int, ...], d: int, o: int) -> dict[str, Key]:
+def keys_of(tokens: int, ranks: tuple[int, ...], d: int, o: int, quantum: int) -> dict[str, Key]:
     """What serves a projection, by operation."""
     lanes = sum(ranks)
-    listed = listed_lanes(tokens, ranks)
+    listed = listed_lanes(tokens, ranks, quantum)
     return {
-        "lora_shrink": Key("lora_shrink", tokens, lanes, d, 128),
-        "lora_expand": Key("lora_expand", tokens, lanes, 128, o),
-        "lora_segments": Key("lora_segments", tokens, lanes, d, o, listed),
-        "lora_fused": Key("lora_fused", tokens, lanes, d, o),
+        "lora_shrink": Key("lora_shrink", tokens, lanes, d, 128, quantum),
+        "lora_expand": Key("lora_expand", tokens, lanes, 128, o, quantum),
+        "lora_segments": Key("lora_segments", tokens, lanes, d, o, quantum, listed),
+        "lora_fused": Key("lora_fused", tokens, lanes, d, o, quantum),
     }
 
 
@@ -182,9 +174,9 @@ def peer_job(name: str, tokens: int, ranks: tuple[int, ...], d: int, o: int) -> 
     )
 
 
-def laned_job(tokens: int, lanes: int, d: int, o: int) -> Job:
+def laned_job(tokens: int, lanes: int, d: int, o: int, quantum: int) -> Job:
     """Laned in plain XLA, without the base."""
-    options = {"tokens": tokens, "lanes": lanes, "quantum": QUANTUM, "d": d, "o": o}
+    options = {"tokens": tokens, "lanes": lanes, "quantum": quantum, "d": d, "o": o}
     moved = ITEM * (tokens * d + lanes * (d + o) + 2 * tokens * o)
     return Job(entry="kernels_tpu_forms:laned", options=options, hbm_bytes=moved, free_layouts=True)
 
@@ -192,13 +184,14 @@ def laned_job(tokens: int, lanes: int, d: int, o: int) -> Job:
 def run(topology: str = "v6e:1x1", points: Iterable[Any] = POINTS) -> None:
     """Prints each form's cost of adding adapters, without the base, beside each peer's."""
     points, d = tuple(points), 4096
-    keys = {point: keys_of(*point[:2], d, point[2]) for point in points}
+    # Blocks as a server of these ranks has them.
+    keys = {point: keys_of(*point[:2], d, point[2], math.gcd(*point[1])) for point in points}
     best = tune(topology, (key for of in keys.values() for key in of.values()))
     jobs: list[Job] = []
     for tokens, ranks, o in points:
         jobs += [
             base_job(tokens, d, o),
-            laned_job(tokens, sum(ranks), d, o),
+            laned_job(tokens, sum(ranks), d, o, math.gcd(*ranks)),
             peer_job("one_hot", tokens, ranks, d, o),
         ]
         if tokens <= 16:  # Beyond, its profile takes longer than the limit.
@@ -214,7 +207,7 @@ def run(topology: str = "v6e:1x1", points: Iterable[Any] = POINTS) -> None:
             "fused": us["lora_shrink"] + us["lora_fused"] - base,
         }
         peers = {
-            "xla": found[str(laned_job(tokens, sum(ranks), d, o))].us,
+            "xla": found[str(laned_job(tokens, sum(ranks), d, o, math.gcd(*ranks)))].us,
             "one_hot": found[str(peer_job("one_hot", tokens, ranks, d, o))].us,
             "ragged_dot": found.get(str(peer_job("ragged", tokens, ranks, d, o)), nothing).us,
         }
@@ -258,14 +251,14 @@ def table(topology: str, out: Path) -> None:
         ranks_of[lanes] = (lanes // active,) * active
     pairs = tuple(dict.fromkeys((d, o) for d, wide in SITES for o in wide))
     keys = {
-        (tokens, lanes, d, o): keys_of(tokens, ranks_of[lanes], d, o)
+        (tokens, lanes, d, o): keys_of(tokens, ranks_of[lanes], d, o, QUANTUM)
         for tokens in TOKENS
         for lanes in LANES
         for d, o in pairs
     }
     best = tune(topology, (key for of in keys.values() for key in of.values()))
     jobs = [base_job(tokens, d, o) for tokens in TOKENS for d, o in pairs]
-    jobs += [laned_job(*point) for point in keys]
+    jobs += [laned_job(*point, QUANTUM) for point in keys]
     plain = dict(zip(map(str, jobs), costs_by_two(topology, jobs, limit_s=LIMIT_S), strict=True))
     parts = {
         "tpu_laned": ("lora_shrink", "lora_expand"),
@@ -281,7 +274,7 @@ def table(topology: str, out: Path) -> None:
                     base_us(topology, tokens, d, o, plain[str(base_job(tokens, d, o))])
                     for o in wide
                 )
-                adapters = sum(plain[str(laned_job(tokens, lanes, d, o))].us for o in wide)
+                adapters = sum(plain[str(laned_job(tokens, lanes, d, o, QUANTUM))].us for o in wide)
                 us = {"laned": base + adapters}
                 tuning: dict[str, dict[str, int]] = {}
                 for form, operations in parts.items():
