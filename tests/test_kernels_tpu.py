@@ -250,9 +250,10 @@ def test_segments_of_all_tokens_in_one_block_are_read_in_wide_tiles() -> None:
         (256, 4096, 8, 512),
         (16, 768, 8, 128),  # 192 lanes would be no whole registers
         (512, 4096, 8, 128),
+        (1000, 2048, 8, 128),  # one block, for want of a divisor
     ],
 )
-def test_a_tile_of_segments_is_a_quarter_of_the_lanes_where_one_block_has_all_tokens(
+def test_a_tile_of_segments_is_a_quarter_of_the_lanes_where_tokens_are_few(
     tokens: int, lanes: int, quantum: int, block_l: int
 ) -> None:
     assert segments_sizes(tokens, lanes, 4096, 4096, quantum, 2)["block_l"] == block_l

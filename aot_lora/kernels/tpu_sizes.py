@@ -96,10 +96,11 @@ def segments_sizes(
     tokens: int, lanes: int, d: int, o: int, quantum: int, itemsize: int
 ) -> dict[str, int]:
     """Defaults of `lora_segments`: block_t, block_l, block_o."""
-    block_t = tokens if tokens <= 256 else divisor(tokens, 256, 16)
+    few = tokens <= 256
+    block_t = tokens if few else divisor(tokens, 256, 16)
     # Whole tiles are read. One register of lanes suits a block of tokens among others, which needs
     # few of them; one that has all the tokens needs most, and wide tiles fill the matrix unit.
-    most = min(max(128, lanes // 4), 512) if block_t == tokens else 128
+    most = min(max(128, lanes // 4), 512) if few else 128
     block_l = lanes_in_tile(lanes, quantum, most)
     return {"block_t": block_t, "block_l": block_l, "block_o": divisor(o, 4096)}
 
