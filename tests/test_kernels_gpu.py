@@ -178,11 +178,11 @@ def shrunk(given: Served, **tuning: int) -> tuple[np.ndarray, np.ndarray, Any]:
         given.x, a_banks, np.int32(LAYER), lanes
     )
     groups = np.arange(len(given.x)) // shrink.GROUP
-    granules = np.repeat(np.asarray(read(lanes)), shrink.GRANULE, axis=1)
+    granules = np.repeat(np.asarray(is_read(lanes)), shrink.GRANULE, axis=1)
     return np.asarray(h, np.float32), granules[groups], lanes
 
 
-def read(lanes: shrink.Lanes) -> jax.Array:
+def is_read(lanes: shrink.Lanes) -> jax.Array:
     """Whether a group reads a granule: [T / GROUP, L / GRANULE]."""
     places = jnp.arange(lanes.wanted.shape[1])
     taken = lanes.wanted[:, :, None] == places
@@ -305,7 +305,7 @@ def plain_shrink(
     """
     del tuning
     own = lanes.slots[:, None] == lanes.owners[None, :]
-    inside = jnp.repeat(jnp.repeat(read(lanes), shrink.GRANULE, axis=1), shrink.GROUP, axis=0)
+    inside = jnp.repeat(jnp.repeat(is_read(lanes), shrink.GRANULE, axis=1), shrink.GROUP, axis=0)
     found = []
     for bank in a_banks:
         _, blocks, quantum, d = bank.shape

@@ -108,13 +108,13 @@ def table(options: argparse.Namespace) -> None:
             point = points.setdefault(line["case"], {})
             form, _, added = line["metric"].partition(": ")
             if added:
-                point["ours" if form in _OURS else form] = line["value"]
+                point[form] = line["value"]
             peer = line.get("peer")
             if peer == _ALONE:
                 point |= {"base": line["peer_value"], "all of it": line["value"]}
             elif peer in (_FLOOR, _VLLM, _TORCH):
                 point[peer] = line["peer_value"]
-    costs = {**{form: form for form in (*_BASELINES, "ours")}, "vLLM": _VLLM}
+    costs = {**{form: form for form in (*_BASELINES, *_OURS)}, "vLLM": _VLLM}
     columns = {"base": "base", _TORCH: _TORCH, **costs, "all of it": "all of it", "floor": _FLOOR}
     print("| T, O, adapters |", " | ".join(columns), "|")
     print("|---" * (1 + len(columns)) + "|")

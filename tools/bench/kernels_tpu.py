@@ -184,14 +184,15 @@ def laned_job(tokens: int, lanes: int, d: int, o: int, quantum: int) -> Job:
 def run(topology: str = "v6e:1x1", points: Iterable[Any] = POINTS) -> None:
     """Prints each form's cost of adding adapters, without the base, beside each peer's."""
     points, d = tuple(points), 4096
-    # Blocks as a server of these ranks has them.
-    keys = {point: keys_of(*point[:2], d, point[2], math.gcd(*point[1])) for point in points}
+    # Lanes of a block, as a server of these ranks has them.
+    quanta = {ranks: math.gcd(*ranks) for _, ranks, _ in points}
+    keys = {point: keys_of(*point[:2], d, point[2], quanta[point[1]]) for point in points}
     best = tune(topology, (key for of in keys.values() for key in of.values()))
     jobs: list[Job] = []
     for tokens, ranks, o in points:
         jobs += [
             base_job(tokens, d, o),
-            laned_job(tokens, sum(ranks), d, o, math.gcd(*ranks)),
+            laned_job(tokens, sum(ranks), d, o, quanta[ranks]),
             peer_job("one_hot", tokens, ranks, d, o),
         ]
         if tokens <= 16:  # Beyond, its profile takes longer than the limit.
@@ -207,7 +208,7 @@ def run(topology: str = "v6e:1x1", points: Iterable[Any] = POINTS) -> None:
             "fused": us["lora_shrink"] + us["lora_fused"] - base,
         }
         peers = {
-            "xla": found[str(laned_job(tokens, sum(ranks), d, o, math.gcd(*ranks)))].us,
+            "xla": found[str(laned_job(tokens, sum(ranks), d, o, quanta[ranks]))].us,
             "one_hot": found[str(peer_job("one_hot", tokens, ranks, d, o))].us,
             "ragged_dot": found.get(str(peer_job("ragged", tokens, ranks, d, o)), nothing).us,
         }

@@ -111,8 +111,9 @@ def lora_shrink(
       block_t, block_l, block_d: rows, lanes and inputs of a tile; powers of two of at least 16, and
         at most a granule of lanes.
       warps, stages: of Triton.
-      cores: streaming multiprocessors of the GPU. So many blocks of threads that each has two, and
-        no more: one that finds nothing to do costs a microsecond too.
+      cores: streaming multiprocessors of the GPU. Granules are shared out among so many blocks of
+        threads that each multiprocessor has about two, or more where tiles of rows are more: one
+        that finds nothing to do costs a microsecond too.
       interpret: on the CPU, for tests.
 
     Returns:
