@@ -81,6 +81,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.once
 def test_a_lock_holds_what_was_compiled_and_fails_for_anything_else(capture: Capture) -> None:
     done = capture("-o own.lock", CHILD, "spawn", "3")
     assert (done.code, done.err) == (0, "wrote own.lock\n")

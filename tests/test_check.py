@@ -181,6 +181,7 @@ printed = over(lambda: printing)
 """
 
 
+@pytest.mark.once
 def test_what_differs_from_process_to_process_is_named_with_what_makes_it(
     write_config: Callable[..., Path], tmp_path: Path, check: Check
 ) -> None:

@@ -35,6 +35,7 @@ def answers(config: Path, folder: Path) -> list[list[int]]:
         )
 
 
+@pytest.mark.once
 def test_two_and_four_devices_say_what_one_says(tmp_path: Path) -> None:
     """For mixed ranks, on the devices that adapters were loaded onto; sampled, too."""
     alone = write(tmp_path / "tp1.yaml", SPLIT)
@@ -90,6 +91,7 @@ def test_chips_that_do_not_divide_the_heads_are_refused(tmp_path: Path, tp: int,
     assert f"found: tp={tp}" in str(caught.value)
 
 
+@pytest.mark.once
 def test_heads_that_a_mesh_does_not_divide_fail_their_programs_alone(tmp_path: Path) -> None:
     mesh = "mesh: {tp: 4}\n"
     text = FEW.replace("lm_head]", "down_proj]").replace("vocab: 97", "vocab: 96")

@@ -76,6 +76,7 @@ def test_the_cache_is_divided_over_the_mesh(tmp_path: Path) -> None:
     assert cache_bytes(plan, length=48) == 2 * 2 * 4 * 48 * 2 * 8 * 4
 
 
+@pytest.mark.once
 def test_a_cpu_has_figures_and_no_known_memory(tmp_path: Path) -> None:
     done = cli("plan", decoder(tmp_path), "--memory", "--format", "json")
     assert done.returncode == errors.EXIT_OK, done.stderr

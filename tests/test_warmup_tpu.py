@@ -63,6 +63,7 @@ def test_each_generation_is_compiled_and_says_so(few: Path, topology: str) -> No
         Runtime.open(few)
 
 
+@pytest.mark.once
 def test_two_targets_share_a_store_but_no_executable(few: Path) -> None:
     aim(few, "v5e:1x1", "v6e:1x1")
     report = warm(few)
