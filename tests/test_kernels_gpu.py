@@ -105,6 +105,16 @@ def test_one_launch_without_adapters_is_the_base() -> None:
         pytest.param(
             served(9, (8, 64), 128, (64,)), {"base_splits": 4}, id="four parts of the base"
         ),
+        pytest.param(
+            served(9, (64,) * 5, 128, (64,), slots=[4, 0, 2] * 3),
+            {"base_splits": 4},
+            id="fewer granules than parts",
+        ),
+        pytest.param(
+            served(9, (64,) * 7, 128, (64, 32), slots=[6, 0, 2, 5, 1, 3, 4, -1, 6]),
+            {"base_splits": 2, "ahead": 2},
+            id="an odd number of turns in two parts",
+        ),
     ],
 )
 def test_one_launch_bears_what_is_odd(given: Served, tuning: dict[str, int]) -> None:

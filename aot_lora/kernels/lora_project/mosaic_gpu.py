@@ -39,6 +39,8 @@ _EPILOGUE = 64
 TUNINGS: tuple[dict[str, int], ...] = (
     {},
     {"shrink_d": 256},
+    {"shrink_d": 512},
+    {"shrink_l": 32, "shrink_d": 256},
     {"shrink_l": 64, "shrink_d": 256},
     {"shrink_l": 64, "shrink_t": 16},
     {"shrink_l": 64, "shrink_t": 64},

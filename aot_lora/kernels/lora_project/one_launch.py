@@ -102,14 +102,15 @@ def kernel(
             plgpu.debug_barrier()  # All threads have stored what the counter says is there.
         return plgpu.atomic_add(counter, (jnp.int32(which),), jnp.int32(1))
 
-    def all_done() -> None:
+    def are_done(others: int) -> None:
         if wait:
             # Loads do not get into each other's way, and an atomic, whose result all threads wait
             # for, is what makes seen what others stored.
+            enough = before[0] + others
             look = partial(plgpu.load, done.at[0], volatile=True)
             sure = partial(plgpu.atomic_add, done, (jnp.int32(0),), jnp.int32(0))
             for see in (look, sure):
-                lax.while_loop(lambda seen: seen < target, lambda _, see=see: see(), see())
+                lax.while_loop(lambda seen: seen < enough, lambda _, see=see: see(), see())
 
     @pl.when(block < shrinks * splits)
     def _() -> None:
@@ -149,22 +150,42 @@ def kernel(
         def _(index: int = index, first: Any = (place - start) * block_o) -> None:
             tile = _Tile(batch, group, groups, block_t, first, block_o)
             base = partial(tile.base, x, weights[index], split, block_d=block_d, splits=base_splits)
+            adapters = _Adapters(tile, h, index, b_banks[index], ahead)
 
-            @pl.when(~own)
-            def _() -> None:
-                if helped:
-                    parts[index][split, *tile.part] = base()
-                    is_done()
+            def part(total: jax.Array) -> None:
+                parts[index][split, *tile.part] = total
+                is_done()
+
+            def whole_of(total: jax.Array) -> jax.Array:
+                for other in range(base_splits - 1):
+                    total += parts[index][other, *tile.part]
+                return total
+
+            if helped and not batch.early:
+                # Its share of D and of granules each. Whoever helps counts after all shrinks do.
+                turns = adapters.turns(split, base_splits)
+                early = adapters.at(turns[0])
+                total = base()
+                are_done(shrinks)
+                total = adapters.added(total, early, turns)
+                pl.when(~own)(lambda: part(total))
+
+                @pl.when(own)
+                def _() -> None:
+                    are_done(others)
+                    tile.store(outputs[index], whole_of(total))
+
+                return
+            if helped:
+                pl.when(~own)(lambda: part(base()))
 
             @pl.when(own)
             def _() -> None:
-                adapters = _Adapters(tile, h, index, b_banks[index], ahead)
-                early = adapters.early()
+                turns = adapters.turns(0, 1)
+                early = adapters.at(turns[0])
                 total = base()
-                all_done()
-                for other in range(base_splits - 1):
-                    total += parts[index][other, *tile.part]
-                tile.store(outputs[index], adapters.added(total, early))
+                are_done(others)
+                tile.store(outputs[index], adapters.added(whole_of(total), early, turns))
 
         start += size
 
@@ -277,18 +298,26 @@ class _Adapters(NamedTuple):
     bank: Any
     ahead: int
 
-    def early(self) -> list[jax.Array]:
-        """B of all granules where they are few, else of the first."""
+    def turns(self, share: Any, of: int) -> tuple[Any, Any]:
+        """The first turn of a share of all, and the first after it."""
+        batch = self.tile.batch
+        if batch.early:
+            return 0, 1
+        turns = lax.div(batch.used[self.tile.which] + self.ahead - 1, self.ahead)
+        return lax.div(turns * share, of), lax.div(turns * (share + 1), of)
+
+    def at(self, turn: Any) -> list[jax.Array]:
+        """B of the granules of a turn; where granules are few, of all."""
         batch = self.tile.batch
         count = batch.granules if batch.early else self.ahead
-        return [self._b(self._places(granule)) for granule in range(count)]
+        return [self._b(self._places(turn * count + n)) for n in range(count)]
 
-    def added(self, total: jax.Array, early: list[jax.Array]) -> jax.Array:
-        """The tile with its adapters; what was not loaded early is now, as far as it is used."""
+    def added(self, total: jax.Array, first: list[jax.Array], turns: tuple[Any, Any]) -> jax.Array:
+        """The tile with those of some turns, the first of which is loaded."""
         batch = self.tile.batch
         if batch.early:
             owns = [self._h(granule) for granule in range(batch.granules)]  # At once.
-            for own, b in zip(owns, early, strict=True):
+            for own, b in zip(owns, first, strict=True):
                 total = _plus(total, own, b)
             return total
         ahead = self.ahead
@@ -297,15 +326,15 @@ class _Adapters(NamedTuple):
             # Each B is loaded as many granules before its use as there are in a turn, and where it
             # lies as many before that.
             total, *found = carried
-            first = number * ahead
+            granule = number * ahead
             for n, (places, b) in enumerate(found):
-                total = _plus(total, self._h(first + n), b)
-                found[n] = self._places(first + 2 * ahead + n), self._b(places)
+                total = _plus(total, self._h(granule + n), b)
+                found[n] = self._places(granule + 2 * ahead + n), self._b(places)
             return (total, *found)
 
-        turns = lax.div(batch.used[self.tile.which] + ahead - 1, ahead)
-        found = [(self._places(ahead + n), b) for n, b in enumerate(early)]
-        return lax.fori_loop(0, turns, turn, (total, *found))[0]
+        second = (turns[0] + 1) * ahead
+        found = [(self._places(second + n), b) for n, b in enumerate(first)]
+        return lax.fori_loop(*turns, turn, (total, *found))[0]
 
     def _places(self, granule: Any) -> jax.Array:
         """Of a granule's lanes in the bank; past the last granule of any, what is not used."""

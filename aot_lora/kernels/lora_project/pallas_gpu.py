@@ -40,6 +40,10 @@ _LAST = 2**20
 _MANY: dict[str, int] = {"splits": 4, "shrink_t": 64, "shrink_l": 64, "shrink_d": 128}
 _WIDE: dict[str, int] = {**_MANY, "block_d": 64, "block_o": 128}
 _FEW: dict[str, int] = {**_MANY, "block_t": FEW, "stages": 6, "splits": 2, "ahead": 2}
+_SHARED: dict[str, int] = {
+    **_MANY,
+    **{"block_t": FEW, "block_d": 64, "base_splits": 2, "splits": 2, "shrink_t": 32},
+}
 TUNINGS: tuple[dict[str, int], ...] = (
     {"base_splits": 2, "splits": 4, "ahead": 2},
     {"base_splits": 2, "splits": 4, "ahead": 4},
@@ -48,11 +52,15 @@ TUNINGS: tuple[dict[str, int], ...] = (
     {**_MANY, "ahead": 2},
     {**_FEW, "shrink_t": 32},
     {**_FEW, "shrink_t": 16, "shrink_d": 256},
-    _WIDE,
     {**_WIDE, "splits": 1},  # Shrinks and tiles side by side at once.
     {**_WIDE, "splits": 2, "warps": 8, "ahead": 2},
     {**_WIDE, "splits": 2, "warps": 8, "shrink_t": 128},
     {**_WIDE, "block_t": FEW, "shrink_d": 64, "ahead": 2},
+    {"base_splits": 2, "splits": 4, "ahead": 2, "shrink_l": 32},
+    _SHARED,
+    {**_SHARED, "splits": 4},
+    {**_SHARED, "ahead": 2, "stages": 3},
+    {**_SHARED, "block_o": 128},
 )
 
 
