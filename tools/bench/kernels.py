@@ -74,6 +74,7 @@ def _tell(case: str, timed: Any, vllm: dict[str, float], floor: float | None) ->
     best = _best({form: us - timed.base for form, us in timed.forms.items()})
     if not best:
         return
+    note(f"{case}: fastest of all {min(timed.forms, key=lambda name: timed.forms[name])}")
     baselines = {name: us for name, us in best.items() if name in _BASELINES}
     peer = min(baselines, key=lambda name: baselines[name], default="")
     for name, us in best.items():

@@ -182,7 +182,8 @@ def _graph(work: Callable[[int], None], point: Any) -> Any:
     work(0)  # Triton compiles, and cuBLAS makes its handles.
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # JAX's threads may allocate meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(point.turns):
             for layer in range(point.depth):
                 work(layer)
