@@ -125,10 +125,16 @@ def tune(topology: str, keys: Iterable[Key]) -> Best:
     return best
 
 
+def bucket(ranks: tuple[int, ...]) -> int:
+    """Lanes that a plan has for these adapters: whole registers where there are more than one."""
+    lanes = sum(ranks)
+    return lanes if lanes <= 128 else math.ceil(lanes / 128) * 128
+
+
 def listed_lanes(tokens: int, ranks: tuple[int, ...], quantum: int) -> int:
     """Lanes that a block of tokens needs; one more adapter than fits, for the boundary."""
     lanes = sum(ranks)
-    block_t = sizes.segments_sizes(tokens, lanes, 128, 128, quantum, ITEM)["block_t"]
+    block_t = sizes.segments_sizes(tokens, bucket(ranks), 128, 128, quantum, ITEM)["block_t"]
     if block_t == tokens:
         return lanes
     some = min(len(ranks), math.ceil(len(ranks) * block_t / tokens) + 1)
@@ -137,7 +143,7 @@ def listed_lanes(tokens: int, ranks: tuple[int, ...], quantum: int) -> int:
 
 def keys_of(tokens: int, ranks: tuple[int, ...], d: int, o: int, quantum: int) -> dict[str, Key]:
     """What serves a projection, by operation."""
-    lanes = sum(ranks)
+    lanes = bucket(ranks)
     listed = listed_lanes(tokens, ranks, quantum)
     return {
         "lora_shrink": Key("lora_shrink", tokens, lanes, d, 128, quantum),
@@ -192,7 +198,7 @@ def run(topology: str = "v6e:1x1", points: Iterable[Any] = POINTS) -> None:
     for tokens, ranks, o in points:
         jobs += [
             base_job(tokens, d, o),
-            laned_job(tokens, sum(ranks), d, o, quanta[ranks]),
+            laned_job(tokens, bucket(ranks), d, o, quanta[ranks]),
             peer_job("one_hot", tokens, ranks, d, o),
         ]
         if tokens <= 16:  # Beyond, its profile takes longer than the limit.
@@ -208,7 +214,7 @@ def run(topology: str = "v6e:1x1", points: Iterable[Any] = POINTS) -> None:
             "fused": us["lora_shrink"] + us["lora_fused"] - base,
         }
         peers = {
-            "xla": found[str(laned_job(tokens, sum(ranks), d, o, quanta[ranks]))].us,
+            "xla": found[str(laned_job(tokens, bucket(ranks), d, o, quanta[ranks]))].us,
             "one_hot": found[str(peer_job("one_hot", tokens, ranks, d, o))].us,
             "ragged_dot": found.get(str(peer_job("ragged", tokens, ranks, d, o)), nothing).us,
         }
