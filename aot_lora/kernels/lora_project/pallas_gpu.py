@@ -59,7 +59,6 @@ TUNINGS: tuple[dict[str, int], ...] = (
     {"base_splits": 2, "splits": 4, "ahead": 2, "shrink_l": 32},
     _SHARED,
     {**_SHARED, "splits": 4},
-    {**_SHARED, "ahead": 2, "stages": 3},
     {**_SHARED, "block_o": 128},
 )
 
