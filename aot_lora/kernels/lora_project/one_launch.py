@@ -2,10 +2,10 @@
 
 The first blocks of threads shrink, each a part of D for some lanes, and whoever finishes a tile
 last sums its parts up; the others multiply a tile of outputs with the base weights meanwhile, where
-tiles are few in several parts of D ("split-K"). When a tile is done, so are the shrinks, as a
-counter tells, and the adapters are added to its accumulator: an output is written once, and nothing
-is gathered, masked or added in between. Blocks of threads start in order, so those that are waited
-for always run.
+tiles are few in several parts of D ("split-K"), and of the adapters' lanes where those are many.
+When a tile is done, so are the shrinks, as a counter tells, and the adapters are added to its
+accumulator: an output is written once, and nothing is gathered, masked or added in between. Blocks
+of threads start in order, so those that are waited for always run.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def kernel(
             plgpu.debug_barrier()  # All threads have stored what the counter says is there.
         return plgpu.atomic_add(counter, (jnp.int32(which),), jnp.int32(1))
 
-    def are_done(others: int) -> None:
+    def are_done(least: int) -> None:
         if wait:
             # Loads do not get into each other's way, and an atomic, whose result all threads wait
             # for, is what makes seen what others stored.
-            enough = before[0] + others
+            enough = before[0] + least
             look = partial(plgpu.load, done.at[0], volatile=True)
             sure = partial(plgpu.atomic_add, done, (jnp.int32(0),), jnp.int32(0))
             for see in (look, sure):
@@ -162,7 +162,7 @@ def kernel(
                 return total
 
             if helped and not batch.early:
-                # Its share of D and of granules each. Whoever helps counts after all shrinks do.
+                # Each a share of D and of granules. The shrinks are the first to count: others wait.
                 turns = adapters.turns(split, base_splits)
                 early = adapters.at(turns[0])
                 total = base()

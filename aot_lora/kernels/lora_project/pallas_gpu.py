@@ -42,7 +42,11 @@ _WIDE: dict[str, int] = {**_MANY, "block_d": 64, "block_o": 128}
 _FEW: dict[str, int] = {**_MANY, "block_t": FEW, "stages": 6, "splits": 2, "ahead": 2}
 _SHARED: dict[str, int] = {
     **_MANY,
-    **{"block_t": FEW, "block_d": 64, "base_splits": 2, "splits": 2, "shrink_t": 32},
+    "block_t": FEW,
+    "block_d": 64,
+    "base_splits": 2,
+    "splits": 2,
+    "shrink_t": 32,
 }
 TUNINGS: tuple[dict[str, int], ...] = (
     {"base_splits": 2, "splits": 4, "ahead": 2},
@@ -173,7 +177,8 @@ def one_launch(
       x, weights, banks, layer, batch: see there; `batch` from `prepare` or the call before.
       block_t, block_d, block_o: rows, inputs and outputs of a tile; fewer outputs where they are no
         multiple, and 64 rows or all.
-      base_splits: parts of D that are multiplied apart; splits: that are shrunk apart.
+      base_splits: parts of D, and of lanes where those are many, that are multiplied apart.
+      splits: parts of D that are shrunk apart.
       warps, stages: of Triton.
       ahead: granules of B that are under way: 1, 2 or 4.
       shrink_d, shrink_t, shrink_l: inputs, rows and lanes of a tile of a shrink.
