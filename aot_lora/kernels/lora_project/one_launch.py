@@ -162,7 +162,7 @@ def kernel(
                 return total
 
             if helped and not batch.early:
-                # Each a share of D and of granules. The shrinks are the first to count: others wait.
+                # Each a share of D and of granules. Shrinks are the first to count: others wait.
                 turns = adapters.turns(split, base_splits)
                 early = adapters.at(turns[0])
                 total = base()
