@@ -131,7 +131,7 @@ def measure(
       forms: by label, each with its tuning.
       platform: of the device.
       others: by label what takes its turn with the forms; a call does `Chain.layers` layers.
-      rounds: of which the median counts; ms: how long each lasts, about.
+      rounds: of which the median counts; ms: how long each lasts, about, settled before.
 
     Raises:
       ArithmeticError: a form's result is not the plain one's, but for rounding.

@@ -90,12 +90,12 @@ def kernel(
     block, whole = pl.program_id(0), sum(tiles) * groups
     others = shrinks + (base_splits - 1) * whole
 
-    # Of this call and of those before; what is done goes on counting.
-    target = before[0] + others
+    # Of earlier calls, as what is done goes on counting; loaded long before it is waited with.
+    earlier = before[0]
 
     @pl.when(block == 0)
     def _() -> None:
-        after[0] = target
+        after[0] = earlier + others
 
     def is_done(counter: Any = done, which: Any = 0) -> jax.Array:
         if wait:
@@ -106,11 +106,10 @@ def kernel(
         if wait:
             # Loads do not get into each other's way, and an atomic, whose result all threads wait
             # for, is what makes seen what others stored.
-            enough = before[0] + least
             look = partial(plgpu.load, done.at[0], volatile=True)
             sure = partial(plgpu.atomic_add, done, (jnp.int32(0),), jnp.int32(0))
             for see in (look, sure):
-                lax.while_loop(lambda seen: seen < enough, lambda _, see=see: see(), see())
+                lax.while_loop(lambda seen: seen < earlier + least, lambda _, see=see: see(), see())
 
     @pl.when(block < shrinks * splits)
     def _() -> None:
