@@ -25,6 +25,7 @@ from aot_lora.kernels.lora_expand import pallas_tpu as expand
 from aot_lora.kernels.lora_fused import pallas_tpu as fuse
 from aot_lora.kernels.lora_segments import pallas_tpu as segment
 from aot_lora.kernels.lora_shrink import pallas_tpu as shrink
+from aot_lora.plan import round_up
 
 ITEM, LIMIT_S = 2, 60.0
 MIX = (8, 16, 32, 64, 128)
@@ -126,9 +127,9 @@ def tune(topology: str, keys: Iterable[Key]) -> Best:
 
 
 def bucket(ranks: tuple[int, ...]) -> int:
-    """Lanes that a plan has for these adapters: whole registers where there are more than one."""
+    """Lanes of a bucket for these adapters: whole registers, as powers of two are, beyond one."""
     lanes = sum(ranks)
-    return lanes if lanes <= 128 else math.ceil(lanes / 128) * 128
+    return lanes if lanes <= 128 else round_up(lanes, 128)
 
 
 def listed_lanes(tokens: int, ranks: tuple[int, ...], quantum: int) -> int:
