@@ -3,6 +3,8 @@
 Memory that nobody wrote is NaN there, so that reading it shows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from projecting import LAYER, Served, expected, is_right, poison, run, served
 
@@ -284,6 +287,14 @@ def test_each_group_wants_exactly_the_granules_that_its_rows_use(given: tuple[Ba
         used = np.flatnonzero(np.isin(owners, rows))
         granules = sorted({int(lane) // shrink.GRANULE for lane in used})
         assert lanes.wanted[group, :number].tolist() == granules
+    each = lanes.wanted.shape[1]
+    pairs = [
+        group * each + granule
+        for group, number in enumerate(lanes.counts)
+        for granule in lanes.wanted[group, :number]
+    ]
+    assert lanes.total.tolist() == [len(pairs)]
+    assert lanes.used[: len(pairs)].tolist() == pairs
 
 
 @pytest.mark.parametrize(
@@ -325,13 +336,29 @@ def plain_shrink(
     return jnp.stack(found)
 
 
+class Semaphores:
+    """In interpret mode cores run one after the other: what they wait for is there, or never."""
+
+    at = property(lambda self: self)
+
+    def __getitem__(self, index: Any) -> Semaphores:
+        del index
+        return self
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[np.ndarray, ...]]:
-    """Runs `extended` on two imaginary cores."""
+    """Runs `extended`; unless told, on a core that has no tile and shrinks, and one for each."""
     monkeypatch.setattr(mosaic_gpu, "lora_shrink", plain_shrink)
+    monkeypatch.setattr(pl, "get_global", lambda kind: Semaphores())
+    monkeypatch.setattr(pl, "semaphore_wait", lambda *args, **options: None)
+    monkeypatch.setattr(pl, "semaphore_signal", lambda *args, **options: None)
 
     def call(given: Served, **tuning: int) -> tuple[np.ndarray, ...]:
-        project = partial(mosaic_gpu.extended, cores=2, **tuning)
+        groups = -(-len(given.x) // shrink.GROUP)
+        tiles = groups * sum(w.shape[1] for w in given.weights) // tuning.get("block_o", 256)
+        options = {"cores": 1 + tiles, "ahead": 99, **tuning}
+        project = partial(mosaic_gpu.extended, **options)
         with plgpu.force_gpu_interpret_mode():
             return run(replace(FORMS["extended"], project=project), given)
 
@@ -345,6 +372,15 @@ needs_interpret_mode = pytest.mark.skipif(
 
 
 @needs_interpret_mode
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({}, id="shrinks first"),
+        pytest.param({"cores": 1}, id="one core"),
+        pytest.param({"parts": 2}, id="shrinks in parts"),
+        pytest.param({"apart": 1, "cores": 2}, id="shrinks apart"),
+    ],
+)
 @pytest.mark.parametrize(
     ("given", "tuning"),
     [
@@ -372,10 +408,13 @@ needs_interpret_mode = pytest.mark.skipif(
     ],
 )  # fmt: skip
 def test_extended_is_the_reference(
-    given: Served, tuning: dict[str, int], interpreted: Callable[..., tuple[np.ndarray, ...]]
+    given: Served,
+    tuning: dict[str, int],
+    how: dict[str, int],
+    interpreted: Callable[..., tuple[np.ndarray, ...]],
 ) -> None:
     poison(given)
-    for found, right in zip(interpreted(given, **tuning), expected(given), strict=True):
+    for found, right in zip(interpreted(given, **tuning, **how), expected(given), strict=True):
         assert (found.shape, found.dtype) == (right.shape, given.x.dtype)
         assert is_right(found, right, given)
 
@@ -388,6 +427,65 @@ def test_extended_adds_what_the_adapters_are(
     bare = given._replace(slots=np.full(128, -1, np.int32))
 
     assert not is_right(interpreted(bare)[0], expected(given)[0], given)
+
+
+@needs_interpret_mode
+@pytest.mark.parametrize(("cores", "parts"), [(9, 1), (8, 2)])
+def test_cores_without_a_tile_shrink_for_those_after_them(
+    cores: int, parts: int, interpreted: Callable[..., tuple[np.ndarray, ...]]
+) -> None:
+    given = served(256, (64, 64), 64, (256, 512), dtype="bfloat16", quantum=64)
+    poison(given)
+    found = interpreted(given, cores=cores, parts=parts)
+
+    for one, right in zip(found, expected(given), strict=True):
+        assert is_right(one, right, given)
+
+
+@needs_interpret_mode
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("quantum", [8, 16, 32, 64])
+def test_shrinks_within_are_exactly_zero_on_lanes_of_others(
+    quantum: int, parts: int, interpreted: Callable[..., tuple[np.ndarray, ...]]
+) -> None:
+    del interpreted  # But not what it patches.
+    given = served(128, MIXED, 128, (256, 256), dtype="bfloat16", quantum=quantum)
+    poison(given)
+    lanes = prepared(given.batch(), quantum=quantum, most=given.most)
+    with plgpu.force_gpu_interpret_mode():
+        h, *_ = jax.jit(partial(mosaic_gpu.launch, cores=1, parts=parts))(
+            given.x, given.weights, given.banks, np.int32(LAYER), lanes
+        )
+    h = np.asarray(h, np.float32)
+    own = given.slots[:, None] == np.asarray(lanes.owners)[None, :]
+    count = len(given.blocks) * quantum
+
+    for found, (a_bank, _) in zip(h, given.banks, strict=True):
+        read = np.repeat(np.asarray(is_read(lanes))[0], shrink.GRANULE)
+        assert read[:count].all()
+        assert (found[~own & read] == 0).all()
+        assert (found[own] != 0).any()
+        right = shrink_reference.lora_shrink(
+            given.x, a_bank, LAYER, given.blocks, given.owners, given.slots
+        )
+        assert is_right(found[:, :count], right, given)
+
+
+@needs_interpret_mode
+@pytest.mark.parametrize("quantum", [16, 64])
+def test_shrinks_within_leave_alone_what_a_group_does_not_use(
+    quantum: int, interpreted: Callable[..., tuple[np.ndarray, ...]]
+) -> None:
+    # Two groups of 128 rows, each of an adapter of its own granule; nobody has the third.
+    slots = [0] * shrink.GROUP + [1] * shrink.GROUP
+    given = served(256, (64, 64, 64), 64, (256,), slots=slots, dtype="bfloat16", quantum=quantum)
+    given.banks[0][0][LAYER, given.blocks[given.owners == 2]] = np.nan
+
+    assert is_right(interpreted(given)[0], expected(given)[0], given)
+    given.banks[0][0][LAYER, given.blocks[given.owners == 1]] = np.nan
+    found = interpreted(given)[0]
+    assert np.isfinite(found[: shrink.GROUP]).all()
+    assert np.isnan(found[shrink.GROUP :]).all()
 
 
 # --- What each refuses ---------------------------------------------------------------------------
@@ -412,6 +510,7 @@ FEW = Sizes(tokens=16, lanes=64, d=1024, o=(1024, 512), quantum=16, most=1, dtyp
         ("extended", {"dtype": "float32"}, "cuda", "take 16-bit floats, not float32"),
         ("extended", {"d": 192}, "cuda", "D is no multiple of 128"),
         ("extended", {"o": (256, 128)}, "cuda", "O none of 256"),
+        ("extended", {"o": (256,) * 5}, "cuda", "more than 4 projections"),
         ("one_launch", {"stacked": True}, "cuda", "copied out of the stack"),
         ("extended", {"stacked": True}, "cuda", "copied out of the stack"),
         ("tpu_fused", {"stacked": True}, "tpu", "copied out of the stack"),

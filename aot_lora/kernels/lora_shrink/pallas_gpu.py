@@ -40,6 +40,9 @@ class Lanes(NamedTuple):
       wanted: [T / GROUP, L / GRANULE] int32, of each group the granules of which a row has a lane,
         first.
       counts: [T / GROUP] int32, how many they are.
+      used: [T / GROUP * L / GRANULE] int32, those of all groups side by side, first: each as
+        group * (L / GRANULE) + granule.
+      total: [1] int32, how many they are.
     """
 
     rows: jax.Array
@@ -47,6 +50,8 @@ class Lanes(NamedTuple):
     slots: jax.Array
     wanted: jax.Array
     counts: jax.Array
+    used: jax.Array
+    total: jax.Array
 
 
 def prepare(batch: Batch, *, quantum: int, most: int) -> Lanes:
@@ -66,6 +71,8 @@ def prepare(batch: Batch, *, quantum: int, most: int) -> Lanes:
         slots=batch.slots,
         wanted=jax.vmap(order)(~granules),
         counts=granules.sum(axis=1, dtype=jnp.int32),
+        used=order(~granules.ravel()),
+        total=granules.sum(dtype=jnp.int32).reshape(1),
     )
 
 
