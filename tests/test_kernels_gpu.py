@@ -18,6 +18,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from projecting import LAYER, Served, expected, is_right, poison, run, served
 
 from aot_lora.kernels.batch import Batch
@@ -486,6 +487,13 @@ def test_shrinks_within_leave_alone_what_a_group_does_not_use(
     found = interpreted(given)[0]
     assert np.isfinite(found[: shrink.GROUP]).all()
     assert np.isnan(found[shrink.GROUP :]).all()
+
+
+def test_there_are_no_more_cores_than_the_gpu_that_is_compiled_for_has() -> None:
+    device = AbstractDevice(device_kind="NVIDIA H100 PCIe", num_cores=114, platform="gpu")
+    assert mosaic_gpu.multiprocessors() == 132
+    with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        assert mosaic_gpu.multiprocessors() == 114
 
 
 # --- What each refuses ---------------------------------------------------------------------------

@@ -103,8 +103,10 @@ def extended(
     batch = batch._replace(slots=jnp.pad(batch.slots, (0, padding), constant_values=-1))
     h = None
     if apart:
-        tile = {"block_t": shrink_t, "block_l": shrink_l, "block_d": shrink_d}
-        h = lora_shrink(x, tuple(a for a, _ in banks), layer, batch, **tile)
+        a_banks = tuple(a for a, _ in banks)
+        h = lora_shrink(
+            x, a_banks, layer, batch, block_t=shrink_t, block_l=shrink_l, block_d=shrink_d
+        )
     outputs = launch(x, weights, banks, layer, batch, h=h, **tuning)[-len(weights) :]
     return tuple(output[:rows] for output in outputs)
 
@@ -133,13 +135,14 @@ def launch(
       block_o: outputs of a tile; 128 or 256.
       stages: tiles of inputs that are under way at once.
       width: tiles of rows that follow each other before the next outputs, for the cache.
-      cores: streaming multiprocessors of the GPU, unless given of that at hand or of an H200; one
-        block of threads stays on each. They wait for each other, so all have to be there at once.
+      cores: streaming multiprocessors of the GPU, unless given of that which is compiled for; an
+        H200's where none is known. One block of threads stays on each. They wait for each other, so
+        all have to be there at once.
       ahead: shrinks that a core does which has one tile less than others; if there are more, all
         cores share them.
       parts: of D, that a shrink is done in by as many cores.
     """
-    rows, modules, cores = x.shape[0], len(weights), cores or _cores()
+    rows, modules, cores = x.shape[0], len(weights), cores or multiprocessors()
     a_banks, b_banks = zip(*banks, strict=True)
     b_side = side_by_side(b_banks, layer, batch)
     a_side = side_by_side(a_banks, layer, batch) if h is None else b_side  # That nobody reads.
@@ -186,7 +189,11 @@ def launch(
     )
 
 
-def _cores() -> int:
+def multiprocessors() -> int:
+    """Of the GPU that is compiled for: as a target config has it, or of the one at hand."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described and described.num_cores:
+        return described.num_cores
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else 132
 
