@@ -444,12 +444,10 @@ def test_cores_without_a_tile_shrink_for_those_after_them(
 
 
 @needs_interpret_mode
+@pytest.mark.usefixtures("interpreted")  # For what it patches.
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("quantum", [8, 16, 32, 64])
-def test_shrinks_within_are_exactly_zero_on_lanes_of_others(
-    quantum: int, parts: int, interpreted: Callable[..., tuple[np.ndarray, ...]]
-) -> None:
-    del interpreted  # But not what it patches.
+def test_shrinks_within_are_exactly_zero_on_lanes_of_others(quantum: int, parts: int) -> None:
     given = served(128, MIXED, 128, (256, 256), dtype="bfloat16", quantum=quantum)
     poison(given)
     lanes = prepared(given.batch(), quantum=quantum, most=given.most)
