@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -338,22 +339,74 @@ def plain_shrink(
 
 
 class Semaphores:
-    """In interpret mode cores run one after the other: what they wait for is there, or never."""
+    """Semaphores as numbers in memory, which interpret mode has none of.
 
-    at = property(lambda self: self)
+    A signal is counted for its warpgroup alone, so that two do not count at once. Cores run one
+    after the other: a wait that takes long never ends, which makes all results NaN.
+    """
+
+    LONG = 20_000
+    """Looks at a semaphore."""
+
+    def __init__(self, counts: Any, *index: Any) -> None:
+        self.counts, self.index = counts, index
+
+    @property
+    def at(self) -> Semaphores:
+        return self
 
     def __getitem__(self, index: Any) -> Semaphores:
-        del index
-        return self
+        index = index if isinstance(index, tuple) else (index, 0)
+        return Semaphores(self.counts, *self.index, *index)
+
+    def signal(self) -> None:
+        own = (*self.index, lax.axis_index("warpgroup"))
+        self.counts[own] = self.counts[own] + 1
+
+    def wait(self, least: Any, *, decrement: bool) -> None:
+        assert not decrement
+
+        def signals() -> Any:
+            return self.counts[*self.index, 0] + self.counts[*self.index, 1]
+
+        found, _ = lax.while_loop(
+            lambda state: (state[0] < least) & (state[1] < self.LONG),
+            lambda state: (signals(), state[1] + 1),
+            (signals(), 0),
+        )
+
+        @pl.when(found < least)
+        def _() -> None:
+            self.counts[*self.index, 0] = jnp.int32(-self.LONG)
+
+
+def counting(kernel: Any) -> Any:
+    """A kernel of Mosaic GPU whose semaphores are `Semaphores`."""
+
+    def made(body: Any, **options: Any) -> Any:
+        def counted(counts: Any, *refs: Any, **scratch: Any) -> None:
+            arrays = iter(range(counts.shape[0]))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pl, "get_global", lambda kind: Semaphores(counts, next(arrays)))
+                patch.setattr(pl, "semaphore_signal", Semaphores.signal)
+                patch.setattr(pl, "semaphore_wait", Semaphores.wait)
+                body(*refs, **scratch)
+
+        def call(*args: jax.Array) -> Any:
+            counts = jax.new_ref(jnp.zeros((2, 4, 4, 2), jnp.int32))  # Arrays, groups, granules.
+            results = kernel(counted, **options)(counts, *args)
+            return jax.tree.map(partial(jnp.where, counts[...].min() < 0, jnp.nan), results)
+
+        return call
+
+    return made
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[np.ndarray, ...]]:
     """Runs `extended`; unless told, on a core that has no tile and shrinks, and one for each."""
     monkeypatch.setattr(mosaic_gpu, "lora_shrink", plain_shrink)
-    monkeypatch.setattr(pl, "get_global", lambda kind: Semaphores())
-    monkeypatch.setattr(pl, "semaphore_wait", lambda *args, **options: None)
-    monkeypatch.setattr(pl, "semaphore_signal", lambda *args, **options: None)
+    monkeypatch.setattr(plgpu, "kernel", counting(plgpu.kernel))
 
     def call(given: Served, **tuning: int) -> tuple[np.ndarray, ...]:
         groups = -(-len(given.x) // shrink.GROUP)
@@ -418,6 +471,23 @@ def test_extended_is_the_reference(
     for found, right in zip(interpreted(given, **tuning, **how), expected(given), strict=True):
         assert (found.shape, found.dtype) == (right.shape, given.x.dtype)
         assert is_right(found, right, given)
+
+
+@needs_interpret_mode
+def test_a_signal_that_one_warpgroup_does_not_give_shows(
+    interpreted: Callable[..., tuple[np.ndarray, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = served(128, (64,), 64, (256,), slots=[0] * 128, dtype="bfloat16", quantum=64)
+    signal = Semaphores.signal
+
+    def of_the_first(self: Semaphores) -> None:
+        pl.when(lax.axis_index("warpgroup") == 0)(partial(signal, self))
+
+    monkeypatch.setattr(Semaphores, "signal", of_the_first)
+    monkeypatch.setattr(Semaphores, "LONG", 10)  # The core that shrinks is done by then.
+    (found,) = interpreted(given)
+
+    assert np.isnan(found).all()
 
 
 @needs_interpret_mode
