@@ -393,7 +393,7 @@ def counting(kernel: Any) -> Any:
                 body(*refs, **scratch)
 
         def call(*args: jax.Array) -> Any:
-            counts = jax.new_ref(jnp.zeros((2, 4, 4, 2), jnp.int32))  # Arrays, groups, granules.
+            counts = jax.new_ref(jnp.zeros((2, 4, 8, 2), jnp.int32))  # Arrays, groups, granules.
             results = kernel(counted, **options)(counts, *args)
             return jax.tree.map(partial(jnp.where, counts[...].min() < 0, jnp.nan), results)
 
@@ -559,9 +559,9 @@ def test_shrinks_within_leave_alone_what_a_group_does_not_use(
 
 def test_there_are_no_more_cores_than_the_gpu_that_is_compiled_for_has() -> None:
     device = AbstractDevice(device_kind="NVIDIA H100 PCIe", num_cores=114, platform="gpu")
-    assert mosaic_gpu.multiprocessors() == 132
+    assert shrink.multiprocessors() == 132
     with use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
-        assert mosaic_gpu.multiprocessors() == 114
+        assert shrink.multiprocessors() == 114
 
 
 # --- What each refuses ---------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from aot_lora.kernels.lora_shrink.pallas_gpu import (
     as_ref,
     flat,
     lora_shrink,
+    multiprocessors,
 )
 from aot_lora.kernels.sizes import STACKED, Sizes
 
@@ -135,9 +136,8 @@ def launch(
       block_o: outputs of a tile; 128 or 256.
       stages: tiles of inputs that are under way at once.
       width: tiles of rows that follow each other before the next outputs, for the cache.
-      cores: streaming multiprocessors of the GPU, unless given of that which is compiled for; an
-        H200's where none is known. One block of threads stays on each. They wait for each other, so
-        all have to be there at once.
+      cores: blocks of threads; as many as `multiprocessors` unless given. One stays on each. They
+        wait for each other, so all have to be there at once.
       ahead: shrinks that a core does which has one tile less than others; if there are more, all
         cores share them.
       parts: of D, that a shrink is done in by as many cores.
@@ -187,15 +187,6 @@ def launch(
         *weights,
         *(() if h is None else (h,)),
     )
-
-
-def multiprocessors() -> int:
-    """Of the GPU that is compiled for: as a target config has it, or of the one at hand."""
-    described = jax.sharding.get_abstract_mesh().abstract_device
-    if described and described.num_cores:
-        return described.num_cores
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 132
 
 
 def slice_lanes(quantum: int) -> int:

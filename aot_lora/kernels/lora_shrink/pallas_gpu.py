@@ -94,6 +94,18 @@ def as_ref(layer: Layer) -> jax.Array:
     return jnp.asarray(layer, jnp.int32).reshape(1)
 
 
+def multiprocessors() -> int:
+    """Streaming multiprocessors of the GPU that is compiled for, or at hand; if none, an H200's.
+
+    A GPU that is compiled for without being there is known from its target config.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described and described.num_cores:
+        return described.num_cores
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
+
+
 def lora_shrink(
     x: jax.Array,
     a_banks: tuple[jax.Array, ...],
@@ -105,7 +117,7 @@ def lora_shrink(
     block_d: int = 128,
     warps: int = 4,
     stages: int = 4,
-    cores: int = 132,
+    cores: int = 0,
     interpret: bool = False,
 ) -> jax.Array:
     """Projects rows onto the lanes of their own adapters, for several modules at once.
@@ -118,16 +130,16 @@ def lora_shrink(
       block_t, block_l, block_d: rows, lanes and inputs of a tile; powers of two of at least 16, and
         at most a granule of lanes.
       warps, stages: of Triton.
-      cores: streaming multiprocessors of the GPU. Granules are shared out among so many blocks of
-        threads that each multiprocessor has about two, or more where tiles of rows are more: one
-        that finds nothing to do costs a microsecond too.
+      cores: as many as `multiprocessors` unless given. Granules are shared out among so many blocks
+        of threads that each has about two, or more where tiles of rows are more: one that finds
+        nothing to do costs a microsecond too.
       interpret: on the CPU, for tests.
 
     Returns:
       [M, T, L]; lanes of others are zero. Granules that no row of a group uses are not computed,
       nor loaded, and hold anything.
     """
-    tokens, count = x.shape[0], len(a_banks)
+    tokens, count, cores = x.shape[0], len(a_banks), cores or multiprocessors()
     _, blocks, quantum, _ = a_banks[0].shape
     width = lanes.rows.shape[0]
     tiles, parts = tokens // block_t, GRANULE // block_l
